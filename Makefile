@@ -1,0 +1,43 @@
+# Every target makes the virtual environment first; nothing else is needed.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PROMPT ?= What is the capital of France, and why do people visit it?
+
+.PHONY: run serve test test-all lint type proto format clean
+
+run: $(STAMP)        ## answer one question with the whole system, then stop
+	$(BIN)/nightjar up --prompt "$(PROMPT)"
+
+serve: $(STAMP)      ## keep the whole system up; Ctrl-C stops it
+	$(BIN)/nightjar up
+
+test: $(STAMP) lint type  ## everything that must hold, under 15 minutes on 2 cores
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: $(STAMP) lint type  ## the same and the long sweeps
+	$(BIN)/pytest -m "not gpu"
+
+lint: $(STAMP)       ## style, protos, import contracts
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/buf lint
+	$(BIN)/lint-imports
+
+type: $(STAMP)       ## mypy, strict
+	$(BIN)/mypy
+
+format: $(STAMP)     ## rewrite to the house style
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+proto: $(STAMP)      ## regenerate nightjar/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
+	  --mypy_out=. --mypy_grpc_out=. proto/nightjar/v1/*.proto
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The gateway: gRPC and OpenAI-compatible HTTP in front, workers behind."""

@@ -1,0 +1,170 @@
+"""Serving and dialling gRPC: health, reflection, errors, keepalive and drain, the same for all services."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from nightjar import log
+from nightjar.errors import ConfigError, FieldError, NightjarError, Overloaded
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# Both ends agree on keepalive: a client pings a silent stream every 30 s, a
+# server tolerates a ping every 10 s; otherwise long prefills end in GOAWAY.
+CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+SERVER_OPTIONS = [
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+]
+
+
+def dial(address: str) -> grpc.aio.Channel:
+    """Open a channel to `host:port` or `unix:path`; it connects on first use."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def status_of(error: NightjarError) -> status_pb2.Status:
+    """The rich status of an error: code, sentence, and field or retry details."""
+    code = code_pb2.Code.Value(error.code.name)
+    status = status_pb2.Status(code=code, message=str(error))
+    detail = any_pb2.Any()
+    if isinstance(error, FieldError):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
+        detail.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+        status.details.append(detail)
+    elif isinstance(error, Overloaded):
+        delay = duration_pb2.Duration(nanos=int(error.retry_after_s % 1 * 1e9))
+        delay.seconds = int(error.retry_after_s)
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status.details.append(detail)
+    return status
+
+
+async def abort(context: Any, error: Exception) -> None:
+    """End the call with the status of `error`; anything but a `NightjarError` is INTERNAL."""
+    if isinstance(error, NightjarError):
+        raised = rpc_status.to_status(status_of(error))
+        await context.abort(raised.code, raised.details, raised.trailing_metadata)
+    log.get().error("unexpected error in a call", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the service's log")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions of handlers, unary and streaming alike, into statuses."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wrap the handler of one method."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith("/grpc."):
+            return handler
+        if handler.response_streaming:
+            kind = "stream_stream" if handler.request_streaming else "unary_stream"
+            wrapped: Any = _guard_stream(getattr(handler, kind))
+        else:
+            kind = "stream_unary" if handler.request_streaming else "unary_unary"
+            wrapped = _guard_unary(getattr(handler, kind))
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _guard_unary(behaviour: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(request, context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            await abort(context, error)
+
+    return guarded
+
+
+class Server:
+    """A gRPC server with health, reflection and the error interceptor.
+
+    Health is NOT_SERVING until `set_ready(True)`; `address` is known after `start`.
+    """
+
+    def __init__(self, listen: str, service_names: Sequence[str]) -> None:
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        self._names = list(service_names)
+        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.grpc)
+        self._listen = listen
+        self.address = listen
+
+    async def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+        """
+        try:
+            port = self.grpc.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise ConfigError(f"--listen={self._listen!r}: cannot bind; is it taken?") from error
+        if not self._listen.startswith("unix:"):
+            self.address = f"{self._listen.rpartition(':')[0]}:{port}"
+        await self.grpc.start()
+        await self.set_ready(False)
+
+    async def set_ready(self, ready: bool) -> None:
+        """Set the health of every service and of the server as a whole."""
+        serving = health_pb2.HealthCheckResponse
+        status = serving.SERVING if ready else serving.NOT_SERVING
+        for name in ["", *self._names]:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give admitted ones `grace_s` seconds, then cancel the rest."""
+        await self.set_ready(False)
+        await self.grpc.stop(grace_s)
+
+
+async def until_signalled() -> None:
+    """Return at the first SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()

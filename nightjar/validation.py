@@ -1,0 +1,136 @@
+"""The one validator of generation requests, used by worker and gateway, whatever the protocol.
+
+It runs before anything is allocated. Limits that only a worker knows (context, vocabulary)
+are optional: the gateway passes what the worker's status told it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nightjar.errors import InvalidRequest, NotServed
+from nightjar.v1 import generation_pb2 as pb
+
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 16, 256, 64
+MAX_GAMMA, MAX_REQUEST_ID_CHARACTERS, MAX_MESSAGES = 8, 128, 1024
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a worker can take."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int  # prompt and answer together, in tokens
+
+
+def validate(request: pb.GenerateRequest, limits: Limits | None = None) -> None:
+    """Check every field; the prompt's length in tokens is `check_length`'s, after tokenizing.
+
+    Raises:
+        InvalidRequest: A value can never work; names the field and the limit.
+        NotServed: The field is designed but not served by this build.
+    """
+    _check_served(request)
+    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID_CHARACTERS} characters")
+    if limits is not None and request.model not in ("", limits.model):
+        raise InvalidRequest("model", f"unknown model {request.model!r}; this server has {limits.model!r}")
+    _check_prompt(request, limits)
+    _check_sampling(request.sampling, limits)
+    if request.speculation.HasField("max_gamma"):
+        _check_range("speculation.max_gamma", request.speculation.max_gamma, 0, MAX_GAMMA)
+
+
+def check_length(num_prompt_tokens: int, sampling: pb.SamplingParams, limits: Limits) -> int:
+    """Check the tokenized prompt; returns how many tokens may be generated.
+
+    Raises:
+        InvalidRequest: The prompt is empty, or prompt and max_tokens exceed the context.
+    """
+    room = limits.max_model_len - num_prompt_tokens
+    if num_prompt_tokens == 0:
+        raise InvalidRequest("prompt", "must hold at least one token")
+    if room < 1:
+        raise InvalidRequest(
+            "prompt",
+            f"has {num_prompt_tokens} tokens; the context is {limits.max_model_len} tokens, prompt and answer together",
+        )
+    if not sampling.HasField("max_tokens"):
+        return room
+    if sampling.max_tokens > room:
+        raise InvalidRequest(
+            "sampling.max_tokens",
+            f"{sampling.max_tokens} with {num_prompt_tokens} prompt tokens exceeds the context of {limits.max_model_len} tokens",
+        )
+    return sampling.max_tokens
+
+
+def _check_served(request: pb.GenerateRequest) -> None:
+    sampling = request.sampling
+    neutral = {"min_tokens": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "n": 1}
+    for name, value in neutral.items():
+        given = getattr(sampling, name)
+        if sampling.HasField(name) and given != value:  # type: ignore[arg-type]
+            raise NotServed(f"sampling.{name}", f"not served by this version; only {value} is accepted")
+    if sampling.logit_bias:
+        raise NotServed("sampling.logit_bias", "not served by this version")
+    if sampling.HasField("logprobs"):
+        raise NotServed("sampling.logprobs", "not served by this version")
+    if request.HasField("continuation"):
+        raise NotServed("continuation", "not served by this version")
+
+
+def _check_prompt(request: pb.GenerateRequest, limits: Limits | None) -> None:
+    form = request.WhichOneof("prompt")
+    if form is None:
+        raise InvalidRequest("prompt", "one of text, chat or tokens is required")
+    if form == "text" and not request.text:
+        raise InvalidRequest("text", "must not be empty")
+    if form == "chat":
+        messages = request.chat.messages
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise InvalidRequest("chat.messages", f"must hold 1 to {MAX_MESSAGES} messages")
+        for i, message in enumerate(messages):
+            if message.role not in ROLES:
+                raise InvalidRequest(f"chat.messages[{i}].role", f"must be one of {', '.join(ROLES)}")
+    if form == "tokens":
+        ids = request.tokens.token_ids
+        if not ids:
+            raise InvalidRequest("tokens.token_ids", "must not be empty")
+        if limits is not None:
+            _check_ids("tokens.token_ids", ids, limits.vocab_size)
+
+
+def _check_sampling(sampling: pb.SamplingParams, limits: Limits | None) -> None:
+    for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        if sampling.HasField(name):  # type: ignore[arg-type]
+            _check_range(f"sampling.{name}", getattr(sampling, name), low, high)
+    if sampling.HasField("top_p") and sampling.top_p == 0:
+        raise InvalidRequest("sampling.top_p", "must be above 0 and at most 1")
+    if sampling.HasField("top_k"):
+        _check_range("sampling.top_k", sampling.top_k, -1, 2**31 - 1)
+    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+        raise InvalidRequest("sampling.max_tokens", "must be at least 1")
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} strings, got {len(sampling.stop)}")
+    for i, text in enumerate(sampling.stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(f"sampling.stop[{i}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    if limits is not None:
+        _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+
+
+def _check_ids(field: str, ids: object, vocab_size: int) -> None:
+    for i, token_id in enumerate(ids):  # type: ignore[var-annotated, arg-type]
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{field}[{i}]", f"{token_id} lies outside the vocabulary [0, {vocab_size})")
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidRequest(field, f"must lie in [{low:g}, {high:g}], got {value:g}")

@@ -1,0 +1,1 @@
+"""The planner: policies, what they learned in Redis, and live swaps."""

@@ -1,0 +1,1 @@
+"""Policies: pure choices of gamma and what they learn from."""

@@ -1,0 +1,1 @@
+"""A worker: a front process that speaks gRPC and an engine process that runs the steps."""

@@ -1,0 +1,1 @@
+"""The asyncio side of a worker: streams, status, and the channel to the engine."""

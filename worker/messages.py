@@ -1,0 +1,292 @@
+"""What front and engine say to each other: msgspec structs, one union a direction.
+
+Times are microseconds unless named otherwise. Token ids of many rows travel as columns
+(little-endian int32 bytes and counts), because building Python lists of small lists is
+what such a message costs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Validated sampling parameters of one request, all defaults filled in."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    seed: int  # 64 bits; drawn by the front where the client gave none
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_gamma: int | None = None  # None: the worker's own
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a batch; the fields of `nightjar.v1.Context`."""
+
+    batch_size: int
+    num_kv_tokens: int
+    num_prefill_tokens: int
+    num_waiting: int
+    num_free_blocks: int
+    max_stale_tokens: int
+    sum_stale_tokens: int
+    draft_resident: bool
+    cpu_utilization: float
+    feasible_max_gamma: int
+
+
+# ---- front to engine -------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """A new request; `request_id` is the front's own and unique per process."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """The client is gone; unknown ids are ignored (it may just have finished)."""
+
+    request_id: int
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
+    """The fields of `nightjar.v1.Decision`; the table as bucket -> (gamma, exploit_gamma)."""
+
+    decision_id: str
+    policy_version: str
+    batch_size_edges: tuple[int, ...]
+    kv_token_edges: tuple[int, ...]
+    table: dict[int, tuple[int, int]]
+    bucket: int
+    hold_steps: int
+    explored: bool
+    session: bytes
+
+
+class PlannerLink(msgspec.Struct, frozen=True, kw_only=True, tag="planner_link"):
+    """The planner stream opened or was lost."""
+
+    connected: bool
+
+
+class AgentLink(msgspec.Struct, frozen=True, kw_only=True, tag="agent_link"):
+    """The agent stream opened or was lost; losing it ends every grant after a second."""
+
+    connected: bool
+
+
+class TransitionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="transition"):
+    """The agent asks to "expand" or "contract"."""
+
+    request_id: int
+    kind: str
+
+
+class GrantAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="grant_answer"):
+    """The agent has done, or failed, what a grant allowed; it ends the grant."""
+
+    grant_id: int
+    ok: bool
+    error: str = ""
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
+    """Stop after the current step; unfinished requests end as aborted."""
+
+
+ToEngine = (
+    Submit | Abort | Decision | PlannerLink | AgentLink | TransitionRequest | GrantAnswer | Shutdown
+)
+
+# ---- engine to front -------------------------------------------------------------------
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """What a long start is doing."""
+
+    stage: str
+    detail: str = ""
+
+
+class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag="start_failed"):
+    """The engine cannot serve; `kind` names the class in `nightjar.errors`."""
+
+    kind: str
+    message: str
+
+
+class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent needs to map the pool; the fields of `nightjar.v1.PoolHandshake`."""
+
+    arena_path: str
+    arena_bytes: int
+    block_bytes: int
+    num_base_blocks: int
+    num_extra_blocks: int
+    image_path: str
+    image_offset: int
+    image_bytes: int
+    image_sha256: bytes
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine serves."""
+
+    engine_pid: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    device: str
+    max_gamma: int
+    max_batch_size: int
+    proposer: str
+    target_identity: str  # digest-based names for the planner's profile
+    draft_identity: str
+    arithmetic: str  # "exact" or "free"
+    arithmetic_reason: str
+    fingerprint: str
+    build: str  # "eager" or "compiled"
+    pool: PoolInfo | None  # None without a draft model: nothing to give back
+
+
+class RowUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request cost; the fields of `nightjar.v1.Usage`."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_steps: int
+    gamma_histogram: tuple[int, ...]
+    policy_version: str
+    num_preemptions: int
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A request ended: "stop", "length" or "abort"; or "error", with the sentence."""
+
+    request_id: int
+    reason: str
+    usage: RowUsage
+    error: str = ""
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step_output"):
+    """Tokens of one step, in columns, and the requests that ended with it."""
+
+    request_ids: list[int]
+    num_tokens: list[int]  # per row; sums to len(token_ids) / 4
+    token_ids: bytes  # int32, little-endian
+    finished: list[Finished]
+
+
+class StepSums(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `nightjar.v1.StepReport`."""
+
+    context: Context
+    gamma: int
+    decision_id: str
+    num_steps: int
+    num_timed_steps: int
+    step_us: int
+    num_timed_emitted: int
+    num_timed_rows: int
+    num_emitted: int
+    num_prefill_tokens: int
+    catch_up_us: int
+    num_catch_up_tokens: int
+    draft_prefill_us: int
+    reached: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+class Reports(msgspec.Struct, frozen=True, kw_only=True, tag="reports"):
+    """Sums for the planner; `ask` requests a decision for that context."""
+
+    reports: list[StepSums]
+    ask: Context | None
+    session: bytes
+
+
+class Pressure(msgspec.Struct, frozen=True, kw_only=True, tag="pressure"):
+    """The fields of `nightjar.v1.PressureReport`; residency by its short name in lower case."""
+
+    sequence: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_waiting: int
+    num_running: int
+    exploit_gamma: int
+    residency: str
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
+    """Permission to copy blocks one to one or, with both lists empty, to load the image."""
+
+    grant_id: int
+    kind: str  # "copy" or "load"
+    source_ids: list[int] = []
+    destination_ids: list[int] = []
+
+
+class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The engine declines a transition."""
+
+    request_id: int
+    reason: str
+
+
+class TransitionDone(msgspec.Struct, frozen=True, kw_only=True, tag="transition_done"):
+    """The engine finished its part of a transition."""
+
+    request_id: int
+    residency: str
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """State of the engine: after steps, at most every 50 ms, and every 200 ms when idle.
+
+    The front stamps its arrival: readiness is the age of the last one.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int
+    num_total_blocks: int
+    gamma: int
+    policy_version: str
+    num_steps: int
+    num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_preemptions: int
+    residency: str  # "none", "resident", "offloading", "offloaded", "reloading"
+    draft_epoch: int
+    expanded: bool
+    num_expansions: int
+    num_contractions: int
+    num_granted_blocks: int
+    rss_bytes: int
+
+
+ToFront = (
+    Progress
+    | StartFailed
+    | Ready
+    | StepOutput
+    | Reports
+    | Pressure
+    | Grant
+    | RequestRefused
+    | TransitionDone
+    | Status
+)

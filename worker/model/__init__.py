@@ -1,0 +1,1 @@
+"""Models: loading, the pool, exact linears and attention, proofs, the compiled build."""
