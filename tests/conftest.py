@@ -1,0 +1,53 @@
+"""Fixtures shared by all tests: tiny models, the default model, a real store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from store_server import StoreServer
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Folders of a tiny target and two of its drafts; the target itself is the third."""
+
+    target: Path
+    noisy: Path
+    random: Path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """A tiny target, a noisy copy and other weights, with one tokenizer."""
+    from tiny import tiny_folder
+
+    root = tmp_path_factory.mktemp("tiny")
+    return TinyModels(*(tiny_folder(root, kind) for kind in ("target", "noisy", "random")))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's folder; downloaded and converted once into the cache folder."""
+    from worker.model.fetch import cache_folder, resolve_model
+
+    cache = cache_folder(os.environ.get("NIGHTJAR_CACHE_DIR", ""))
+    return resolve_model("smollm2-135m", cache, print)
+
+
+@pytest.fixture
+def store_server() -> Iterator[StoreServer]:
+    """A fresh store server; `kill` and `start` in turn restart it with what it stored."""
+    server = StoreServer()
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def store(store_server: StoreServer) -> str:
+    """The URL of a fresh store server."""
+    return store_server.url
