@@ -1,0 +1,162 @@
+"""`nightjar worker`: wires the front together, and takes it down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from nightjar import log, rpc
+from nightjar.config import parse, to_argv
+from nightjar.v1 import generation_pb2_grpc, worker_pb2_grpc
+from worker.config import WorkerConfig
+from worker.front.engine_client import EngineClient
+from worker.front.engine_process import engine_command
+from worker.front.reconnect import first_of
+from worker.front.state import WorkerState
+from worker.memory_client import MemoryClient
+from worker.messages import Grant, Pressure, Ready, Reports, RequestRefused, TransitionDone
+from worker.model.fetch import resolve_model
+from worker.planner_client import PlannerClient
+from worker.server import GenerationServicer, WorkerServicer
+from worker.text import Tokenizer
+
+SERVICES = ("nightjar.v1.GenerationService", "nightjar.v1.WorkerService")
+READINESS_INTERVAL_S = 0.2
+ENGINE_EXIT_S = 10.0
+CALL_EXIT_S = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker until a signal or the end of its engine; returns the exit status.
+
+    Raises:
+        ConfigError: A flag, a variable or a file is wrong.
+        ModelRefused: The model cannot be served.
+    """
+    config = parse(
+        WorkerConfig,
+        sys.argv[1:] if argv is None else argv,
+        prog="nightjar worker",
+        description="Serve one model: a front for gRPC and an engine process for the step loop.",
+    )
+    log.configure("worker")
+    return asyncio.run(serve(config, engine_command(to_argv(config))))
+
+
+async def serve(config: WorkerConfig, command: Sequence[str]) -> int:
+    """Serve with the engine that `command` starts; 0 after a drain, 1 if the engine is lost.
+
+    Raises:
+        NightjarError: The address cannot be bound, or the engine cannot serve.
+    """
+    engine = EngineClient(command, stream_interval_ms=config.stream_interval_ms)
+    state = WorkerState(config, engine)
+    server = rpc.Server(config.listen, SERVICES)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+        GenerationServicer(state), server.grpc
+    )
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(state), server.grpc)
+    await server.start()
+    print(f"listening on {server.address}", flush=True)
+    background: list[asyncio.Task[None]] = []
+    try:
+        signalled = asyncio.create_task(rpc.until_signalled())
+        starting = asyncio.create_task(_start(state, background))
+        background += [signalled, starting]
+        await asyncio.wait({signalled, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            background.append(asyncio.create_task(_keep_readiness(state, server)))
+            await first_of(engine.wait_gone(), asyncio.wait({signalled}))
+        if engine.gone:
+            return 1
+        await _drain(state, server)
+        return 1 if engine.gone else 0
+    finally:
+        state.admission.draining = True
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await server.set_ready(False)
+        await engine.stop(ENGINE_EXIT_S)
+        await server.stop(CALL_EXIT_S)
+
+
+async def _start(state: WorkerState, background: list[asyncio.Task[None]]) -> None:
+    """Bring the engine up, then what depends on its facts."""
+    config, engine = state.config, state.engine
+    ready = await engine.start()
+    # The engine has fetched the model by now, so this only finds it again.
+    tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+    background += [asyncio.create_task(coroutine) for coroutine in _peers(state, ready)]
+    state.tokenizer = tokenizer
+    log.get().info(
+        "ready",
+        model=state.model_name,
+        device=ready.device,
+        dtype=ready.dtype,
+        arithmetic=ready.arithmetic,
+        build=ready.build,
+        proposer=ready.proposer,
+        engine_pid=ready.engine_pid,
+    )
+
+
+def _load_tokenizer(config: WorkerConfig) -> Tokenizer:
+    cache_dir = Path(config.cache_dir or "~/.cache/nightjar").expanduser()
+    return Tokenizer.load(resolve_model(config.model, cache_dir, lambda *_: None))
+
+
+def _peers(state: WorkerState, ready: Ready) -> list[Coroutine[Any, Any, None]]:
+    """Clients of the planner and of the memory agent, where they are configured."""
+    config, engine = state.config, state.engine
+    peers: list[Coroutine[Any, Any, None]] = []
+    if config.planner:
+        planner = PlannerClient(config.planner, state.worker_id, ready, engine.send)
+        engine.on(Reports, planner.report)
+        state.planner_connected = lambda: planner.connected
+        peers.append(planner.run())
+    if config.memory_agent and ready.pool is not None:
+        agent = MemoryClient(config.memory_agent, state.worker_id, ready.pool, engine.send)
+        for kind in (Pressure, Grant, RequestRefused, TransitionDone):
+            engine.on(kind, agent.forward)
+        state.agent_attached = lambda: agent.attached
+        peers.append(agent.run())
+    elif config.memory_agent:
+        log.get().info("no memory agent is used: without a draft model there is nothing to move")
+    return peers
+
+
+async def _keep_readiness(state: WorkerState, server: rpc.Server) -> None:
+    """Health follows the engine's progress."""
+    was = False
+    while True:
+        now = state.serving
+        if now != was:
+            was = now
+            await server.set_ready(now)
+            log.get().info(
+                "health", serving=now, progress_age_s=round(state.engine.progress_age_s, 1)
+            )
+        await asyncio.sleep(READINESS_INTERVAL_S)
+
+
+async def _drain(state: WorkerState, server: rpc.Server) -> None:
+    """Stop admission, and let the calls inside finish; a second signal cuts that short."""
+    state.admission.draining = True
+    await server.set_ready(False)
+    log.get().info("draining", num_open=state.admission.num_open)
+    await first_of(
+        rpc.until_signalled(),
+        state.admission.wait_idle(state.config.drain_timeout_s),
+        state.engine.wait_gone(),
+    )
+
+
+if __name__ == "__main__":
+    from nightjar.cli import main as command_line
+
+    sys.exit(command_line(["worker", *sys.argv[1:]]))
