@@ -1,0 +1,33 @@
+"""Configuration of the gateway; flags and variables derive from the fields."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nightjar.config import at_least, option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """Everything a gateway can be told."""
+
+    grpc_listen: str = option(
+        "127.0.0.1:8001", "address of the gRPC service; port 0 takes a free one"
+    )
+    http_listen: str = option(
+        "127.0.0.1:8000", "host:port of the OpenAI-compatible HTTP routes; port 0 takes a free one"
+    )
+    workers: tuple[str, ...] = option(
+        (),
+        "addresses of the workers, separated by commas",
+        check=lambda given: 0 < len(given) == len(set(given)),
+        limit="one address or more, each once",
+    )
+    probe_interval_ms: int = at_least(10, 200, "milliseconds between two probes of a worker")
+    probe_timeout_ms: int = at_least(10, 1000, "milliseconds that a worker has to answer a probe")
+    probe_failures: int = at_least(1, 2, "failed probes in a row after which a worker is down")
+    max_progress_age_ms: int = at_least(
+        100, 10_000, "a worker whose engine made no step for this long is not ready"
+    )
+    max_body_bytes: int = at_least(1024, 4 * 1024 * 1024, "most bytes of an HTTP request's body")
+    drain_timeout_s: float = at_least(0, 30, "seconds that open requests get at SIGTERM")

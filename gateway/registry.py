@@ -1,0 +1,167 @@
+"""The configured workers: probed all the time, up or down, with their last status.
+
+A worker leaves by failing probes, by draining, or by an engine that makes no progress;
+it is back with the first good probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from gateway.config import GatewayConfig
+from gateway.router import WorkerLoad
+from gateway.worker_client import WorkerClient, WorkerFailed
+from nightjar import log
+from nightjar.v1 import worker_pb2
+from nightjar.validation import Limits
+
+Status = worker_pb2.GetWorkerStatusResponse
+
+
+def why_not_ready(status: Status, max_progress_age_ms: int) -> str:
+    """Why a worker with this status must get no requests; empty if it may."""
+    if not status.accepting:
+        return "admits no requests: starting or draining"
+    if status.progress_age_ms > max_progress_age_ms:
+        return f"its engine made no step for {status.progress_age_ms} ms"
+    if not status.model.name or status.model.vocab_size < 1 or status.model.max_model_len < 1:
+        return "reports no model"
+    return ""
+
+
+class Worker:
+    """One worker: client, last status, and what this gateway sent it since."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.client = WorkerClient(address)
+        self.status = Status()
+        self.not_ready = "has not answered yet"  # the reason; empty while it is ready
+        self.num_failures = 0  # failed probes in a row
+        self._num_dispatched = 0
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The router's view."""
+        return WorkerLoad(
+            address=self.address,
+            model=self.status.model.name,
+            ready=not self.not_ready,
+            num_waiting=self.status.num_waiting,
+            num_running=self.status.num_running,
+            num_dispatched=self._num_dispatched,
+            num_free_blocks=self.status.num_free_blocks,
+            num_total_blocks=self.status.num_total_blocks,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """What the validator must know of this worker."""
+        model = self.status.model
+        return Limits(
+            model=model.name, vocab_size=model.vocab_size, max_model_len=model.max_model_len
+        )
+
+    def request_sent(self) -> None:
+        """Count a request that no status shows yet."""
+        self._num_dispatched += 1
+
+    def request_ended(self) -> None:
+        """Count a request that the last status may still show."""
+        self._num_dispatched -= 1
+
+    async def probe(self, config: GatewayConfig) -> None:
+        """Ask once and take over the answer."""
+        # A status shows what was sent before it was asked for: only that is settled by it.
+        settled = self._num_dispatched
+        try:
+            self.status = await self.client.probe(config.probe_timeout_ms / 1000)
+        except WorkerFailed as failure:
+            self.num_failures += 1
+            if self.num_failures >= config.probe_failures:
+                self.not_ready = "does not answer" if failure.lost else str(failure)
+                self._num_dispatched = 0
+            return
+        self._num_dispatched -= settled
+        self.num_failures = 0
+        self.not_ready = why_not_ready(self.status, config.max_progress_age_ms)
+
+
+class Registry:
+    """All workers, with one probe loop each.
+
+    Args:
+        config: Addresses, intervals and bounds.
+        on_change: Called with "is any worker ready" whenever that changes.
+    """
+
+    def __init__(self, config: GatewayConfig, on_change: Callable[[bool], Awaitable[None]]) -> None:
+        self._config = config
+        self._on_change = on_change
+        self._announced = False
+        self._draining = False
+        self._loops: list[asyncio.Task[None]] = []
+        self.workers = {address: Worker(address) for address in config.workers}
+
+    @property
+    def ready(self) -> bool:
+        """Whether this gateway wants requests: a worker is ready, and it is not draining."""
+        return not self._draining and bool(self.models)
+
+    @property
+    def models(self) -> dict[str, worker_pb2.ModelInfo]:
+        """Models of the ready workers, by name."""
+        ready = [worker for worker in self.workers.values() if not worker.not_ready]
+        return {worker.status.model.name: worker.status.model for worker in ready}
+
+    def loads(self) -> list[WorkerLoad]:
+        """The router's view of all workers."""
+        return [worker.load for worker in self.workers.values()]
+
+    def start(self) -> None:
+        """Begin to probe every worker, in the background."""
+        self._loops = [asyncio.create_task(self._loop(w)) for w in self.workers.values()]
+
+    async def stop(self) -> None:
+        """End the probes and close the channels."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await asyncio.gather(*(worker.client.close() for worker in self.workers.values()))
+
+    async def drain(self) -> None:
+        """Not ready from here on; admitted requests still find their workers."""
+        self._draining = True
+        await self._announce()
+
+    async def suspect(self, worker: Worker) -> None:
+        """Send nothing more to a worker that a request lost, until a probe succeeds."""
+        worker.not_ready = "was lost during a request"
+        await self._announce()
+
+    async def _loop(self, worker: Worker) -> None:
+        while True:
+            await self._probe(worker)
+            await asyncio.sleep(self._config.probe_interval_ms / 1000)
+
+    async def _probe(self, worker: Worker) -> None:
+        before = worker.not_ready
+        try:
+            await worker.probe(self._config)
+        except Exception as error:  # one bad answer must not end the loop that sees the next
+            worker.not_ready = "its status cannot be read"
+            log.get().error("probe failed", worker=worker.address, exc_info=error)
+        if worker.not_ready != before and bool(worker.not_ready) != bool(before):
+            say = log.get().warning if worker.not_ready else log.get().info
+            say(
+                "worker left" if worker.not_ready else "worker ready",
+                worker=worker.address,
+                reason=worker.not_ready,
+            )
+        await self._announce()
+
+    async def _announce(self) -> None:
+        if self.ready != self._announced:
+            self._announced = self.ready
+            await self._on_change(self._announced)
