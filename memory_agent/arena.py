@@ -6,29 +6,43 @@ file under its owner when another process that opened it ends.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
+import stat
 
 from nightjar.errors import ConfigError
 
 
 class SharedFile:
-    """A mapped file; close() unmaps, and the owner's close() also unlinks."""
+    """A mapped file; close() unmaps, and the owner's close() also unlinks.
 
-    def __init__(self, path: str, num_bytes: int, *, create: bool) -> None:
+    Whoever maps a file for writing that it did not make holds a lock on it until it has
+    unmapped or died, so that the owner can tell (`is_written_elsewhere`) and no second
+    process maps it for writing.
+    """
+
+    def __init__(self, path: str, num_bytes: int, *, create: bool, writable: bool = True) -> None:
         """Map `num_bytes` of `path`.
 
         Raises:
             ConfigError: The folder has no room for it.
             OSError: The file is not there, or cannot be opened.
+            ValueError: The file is not what its maker would have made.
         """
         self.path, self.num_bytes, self._owner = path, num_bytes, create
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-        fd = os.open(path, flags, 0o600)
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if writable else os.O_RDONLY)
+        fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else os.O_NONBLOCK), 0o600)
         try:
             if create:
                 os.posix_fallocate(fd, 0, num_bytes)
-            self.memory = mmap.mmap(fd, num_bytes)
+            else:
+                _check(fd, path, num_bytes)
+                if writable:
+                    _lock(fd, path)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self.memory = mmap.mmap(fd, num_bytes, access=access)
         except OSError as error:
             if create:
                 os.unlink(path)
@@ -42,10 +56,38 @@ class SharedFile:
 
     def close(self) -> None:
         """Unmap, and unlink if this process made the file."""
-        try:
+        with contextlib.suppress(BufferError):  # still viewed: the mapping ends with the process
             self.memory.close()
-        except BufferError:  # tensors still view it: the mapping ends with the process
-            pass
         if self._owner:
             self._owner = False
             os.unlink(self.path)
+
+
+def is_written_elsewhere(path: str) -> bool:
+    """Whether a process other than its maker still maps the file for writing."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _check(fd: int, path: str, num_bytes: int) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    if found.st_uid != os.geteuid():
+        raise ValueError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}")
+    if found.st_size != num_bytes:
+        raise ValueError(f"{path} holds {found.st_size} bytes, not {num_bytes}")
+
+
+def _lock(fd: int, path: str) -> None:
+    # flock belongs to the open file, which the mapping keeps alive: it ends with the mapping.
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is still mapped for writing by another agent") from None

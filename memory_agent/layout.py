@@ -22,6 +22,41 @@ class ArenaLayout:
     image_bytes: int  # 0 without a draft model
     num_base_blocks: int
 
+    @classmethod
+    def of_pool(
+        cls,
+        *,
+        arena_bytes: int,
+        block_bytes: int,
+        num_base_blocks: int,
+        num_extra_blocks: int,
+        image_offset: int,
+        image_bytes: int,
+    ) -> ArenaLayout:
+        """Rebuild a layout from the sizes that a pool with a draft announces.
+
+        Raises:
+            ValueError: No layout has these sizes; the sentence names the first that differs.
+        """
+        if min(block_bytes, num_base_blocks, num_extra_blocks, image_bytes) < 1:
+            raise ValueError("block_bytes, block counts and image_bytes must be positive")
+        room = image_offset - num_base_blocks * block_bytes
+        layout = cls(
+            block_bytes=block_bytes,
+            draft_block_bytes=max(room, 0) // num_base_blocks,
+            image_bytes=image_bytes,
+            num_base_blocks=num_base_blocks,
+        )
+        announced = {
+            "image_offset": (image_offset, layout.image_offset),
+            "num_extra_blocks": (num_extra_blocks, layout.num_extra_blocks),
+            "arena_bytes": (arena_bytes, layout.num_bytes),
+        }
+        for name, (given, right) in announced.items():
+            if given != right:
+                raise ValueError(f"{name} is {given}, but the other sizes make it {right}")
+        return layout
+
     @property
     def tail_offset(self) -> int:
         """Where the tail, and with it the first draft half, begins."""
