@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from nightjar import log
-from nightjar.errors import ConfigError, FieldError, NightjarError, Overloaded
+from nightjar.errors import ConfigError, FieldError, InvalidRequest, NightjarError, Overloaded
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # Both ends agree on keepalive: a client pings a silent stream every 30 s, a
@@ -82,6 +83,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith("/grpc."):
             return handler
+        parse = handler.request_deserializer
+        if not handler.request_streaming:
+            parse = _or_none(parse)
         if handler.response_streaming:
             kind = "stream_stream" if handler.request_streaming else "unary_stream"
             wrapped: Any = _guard_stream(getattr(handler, kind))
@@ -89,13 +93,31 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             kind = "stream_unary" if handler.request_streaming else "unary_unary"
             wrapped = _guard_unary(getattr(handler, kind))
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return make(wrapped, parse, handler.response_serializer)
+
+
+def _or_none(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Bytes that are no message become None; gRPC itself would call that INTERNAL."""
+
+    def parse_or_none(content: bytes) -> Any:
+        try:
+            return parse(content)
+        except DecodeError:
+            return None
+
+    return parse_or_none
+
+
+def _checked(request: Any) -> Any:
+    if request is None:
+        raise InvalidRequest("request", "not a valid message: malformed, or text that is not UTF-8")
+    return request
 
 
 def _guard_unary(behaviour: Any) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            return await behaviour(request, context)
+            return await behaviour(_checked(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -107,7 +129,7 @@ def _guard_unary(behaviour: Any) -> Any:
 def _guard_stream(behaviour: Any) -> Any:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(request, context):
+            async for response in behaviour(_checked(request), context):
                 yield response
         except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
             raise

@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from nightjar.errors import InvalidRequest, NotServed
 from nightjar.v1 import generation_pb2 as pb
 
@@ -33,11 +36,12 @@ def validate(request: pb.GenerateRequest, limits: Limits | None = None) -> None:
         InvalidRequest: A value can never work; names the field and the limit.
         NotServed: The field is designed but not served by this build.
     """
+    _check_known(request)
     _check_served(request)
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID_CHARACTERS} characters")
     if limits is not None and request.model not in ("", limits.model):
-        raise InvalidRequest("model", f"unknown model {request.model!r}; this server has {limits.model!r}")
+        raise InvalidRequest("model", f"unknown model {request.model[:128]!r}; this server has {limits.model!r}")
     _check_prompt(request, limits)
     _check_sampling(request.sampling, limits)
     if request.speculation.HasField("max_gamma"):
@@ -66,6 +70,17 @@ def check_length(num_prompt_tokens: int, sampling: pb.SamplingParams, limits: Li
             f"{sampling.max_tokens} with {num_prompt_tokens} prompt tokens exceeds the context of {limits.max_model_len} tokens",
         )
     return sampling.max_tokens
+
+
+def _check_known(message: Message, path: str = "") -> None:
+    """Refuse fields of another version of the protocol, by number: nothing is ever ignored."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown) > 0:
+        raise InvalidRequest(f"{path}{unknown[0].field_number}", "unknown field")
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for part in value if field.is_repeated else (value,):
+                _check_known(part, f"{path}{field.name}.")
 
 
 def _check_served(request: pb.GenerateRequest) -> None:

@@ -1,0 +1,174 @@
+"""A worker without a model: real gRPC services whose answers, pace and faults a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from nightjar import rpc
+from nightjar.errors import NightjarError
+from nightjar.v1 import generation_pb2 as pb
+from nightjar.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+from nightjar.validation import Limits, check_length, validate
+
+CONTEXT, VOCABULARY = 256, 300
+SERVICES = ["nightjar.v1.GenerationService", "nightjar.v1.WorkerService"]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Return when `condition` holds; fail the test if it does not within `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+def words(num_tokens: int) -> str:
+    """The text of an answer of `num_tokens` tokens."""
+    return "".join(f" w{i}" for i in range(num_tokens))
+
+
+@dataclass
+class FakeWorker:
+    """Answers a prompt of any n bytes (n tokens) with the words w0, w1, and so on.
+
+    Two tokens a step with one draft of two, so that usage is not trivial. Set the fields
+    while it runs: they apply to the next message or probe.
+    """
+
+    model: str = "tiny"
+    status: dict[str, Any] = field(default_factory=dict)  # overrides of GetWorkerStatusResponse
+    error: NightjarError | None = None  # raised before the first token
+    error_after: int = -1  # tokens after which `late_error` is raised; -1: never
+    late_error: Exception | None = None
+    pause_after: int = -1  # tokens after which the answer waits for `resume`; -1: never
+    start_first: bool = True  # facts of admission in a message of their own
+    probe_delay_s: float = 0.0
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    remaining: list[float | None] = field(default_factory=list)  # deadlines, in seconds left
+    num_active: int = 0
+    num_cancelled: int = 0
+    address: str = "127.0.0.1:0"
+
+    def __post_init__(self) -> None:
+        self.resume = asyncio.Event()
+        self._server: rpc.Server | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What it serves."""
+        return Limits(model=self.model, vocab_size=VOCABULARY, max_model_len=CONTEXT)
+
+    async def start(self) -> FakeWorker:
+        """Serve; on the same address again after `kill`."""
+        self._server = rpc.Server(self.address, SERVICES)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(_Generation(self), self._server.grpc)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(self), self._server.grpc)
+        await self._server.start()
+        self.address = self._server.address
+        return self
+
+    async def kill(self) -> None:
+        """Be gone at once; open calls break."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.grpc.stop(None)
+
+
+class _Generation(generation_pb2_grpc.GenerationServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        worker = self._worker
+        worker.requests.append(request)
+        worker.remaining.append(context.time_remaining())
+        worker.num_active += 1
+        try:
+            async for response in self._answer(request):
+                yield response
+        except (asyncio.CancelledError, GeneratorExit):
+            worker.num_cancelled += 1
+            raise
+        finally:
+            worker.num_active -= 1
+
+    async def _answer(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        worker = self._worker
+        validate(request, worker.limits)
+        prompt = {
+            "text": len(request.text.encode()),
+            "chat": sum(len(m.content.encode()) for m in request.chat.messages),
+            "tokens": len(request.tokens.token_ids),
+        }[request.WhichOneof("prompt") or "text"]
+        num_tokens = check_length(prompt, request.sampling, worker.limits)
+        start = pb.GenerationStart(
+            seed=request.sampling.seed, arithmetic_fingerprint="fake", num_prompt_tokens=prompt
+        )
+        if worker.start_first:
+            yield pb.GenerateResponse(start=start)
+        if worker.error is not None:
+            raise worker.error
+        for done in range(0, num_tokens, 2):
+            if worker.error_after >= 0 and done >= worker.error_after:
+                raise worker.late_error or RuntimeError("a fault made to order")
+            if 0 <= worker.pause_after <= done:
+                await worker.resume.wait()
+            ids = list(range(done, min(done + 2, num_tokens)))
+            response = pb.GenerateResponse(
+                token_ids=[i % VOCABULARY for i in ids], text="".join(f" w{i}" for i in ids)
+            )
+            if done == 0 and not worker.start_first:
+                response.start.CopyFrom(start)
+            yield response
+            await asyncio.sleep(0)
+        steps = (num_tokens + 1) // 2
+        usage = pb.Usage(
+            num_prompt_tokens=prompt,
+            num_completion_tokens=num_tokens,
+            num_draft_tokens=2 * steps,
+            num_accepted_tokens=num_tokens - steps,
+            num_steps=steps,
+            gamma_histogram=[0, 0, steps],
+            policy_version="fixed-1",
+        )
+        reason = pb.FINISH_REASON_STOP if request.sampling.stop else pb.FINISH_REASON_LENGTH
+        yield pb.GenerateResponse(finish_reason=reason, usage=usage)
+
+
+class _Worker(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def GetWorkerStatus(
+        self,
+        request: worker_pb2.GetWorkerStatusRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> worker_pb2.GetWorkerStatusResponse:
+        del request, context
+        worker = self._worker
+        if worker.probe_delay_s:
+            await asyncio.sleep(worker.probe_delay_s)
+        model = worker_pb2.ModelInfo(
+            name=worker.model, vocab_size=VOCABULARY, max_model_len=CONTEXT, max_gamma=5
+        )
+        status = worker_pb2.GetWorkerStatusResponse(
+            worker_id="fake",
+            model=model,
+            accepting=True,
+            num_running=worker.num_active,
+            num_free_blocks=64,
+            num_total_blocks=64,
+        )
+        for name, value in worker.status.items():
+            setattr(status, name, value)
+        return status
