@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 from nightjar import log, rpc
@@ -18,10 +17,10 @@ from worker.front.reconnect import first_of
 from worker.front.state import WorkerState
 from worker.memory_client import MemoryClient
 from worker.messages import Grant, Pressure, Ready, Reports, RequestRefused, TransitionDone
-from worker.model.fetch import resolve_model
+from worker.model.fetch import cache_folder, resolve_model
 from worker.planner_client import PlannerClient
 from worker.server import GenerationServicer, WorkerServicer
-from worker.text import Tokenizer
+from worker.text.tokenizer import Tokenizer
 
 SERVICES = ("nightjar.v1.GenerationService", "nightjar.v1.WorkerService")
 READINESS_INTERVAL_S = 0.2
@@ -106,8 +105,8 @@ async def _start(state: WorkerState, background: list[asyncio.Task[None]]) -> No
 
 
 def _load_tokenizer(config: WorkerConfig) -> Tokenizer:
-    cache_dir = Path(config.cache_dir or "~/.cache/nightjar").expanduser()
-    return Tokenizer.load(resolve_model(config.model, cache_dir, lambda *_: None))
+    folder = resolve_model(config.model, cache_folder(config.cache_dir), lambda *_: None)
+    return Tokenizer.load(folder)
 
 
 def _peers(state: WorkerState, ready: Ready) -> list[Coroutine[Any, Any, None]]:

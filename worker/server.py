@@ -19,7 +19,8 @@ from worker.front.admission import Ticket
 from worker.front.state import WorkerState
 from worker.front.streams import TokenStream
 from worker.messages import Finished, RowUsage, SamplingParams, Status
-from worker.text import Detokenizer, Tokenizer
+from worker.text.detokenizer import Detokenizer
+from worker.text.tokenizer import Tokenizer
 
 RESIDENCIES = {
     "none": worker_pb2.DRAFT_RESIDENCY_UNSPECIFIED,

@@ -15,7 +15,7 @@ from nightjar.validation import Limits
 from worker.config import WorkerConfig
 from worker.front.admission import Admission
 from worker.front.engine_client import EngineClient
-from worker.text import Tokenizer
+from worker.text.tokenizer import Tokenizer
 
 # Shorter prompts are tokenized in less time than a thread takes to start on them.
 LONG_PROMPT_CHARACTERS = 4096

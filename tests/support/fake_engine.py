@@ -1,0 +1,191 @@
+"""An engine without a model: speaks the channel's protocol, answers by repeating the prompt.
+
+Run as a process in the engine's place. What it was told is appended, a line each, to --log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+
+from worker.channel import EngineChannel
+from worker.messages import (
+    Abort,
+    Finished,
+    Progress,
+    Ready,
+    RowUsage,
+    Shutdown,
+    StartFailed,
+    Status,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+
+VOCAB_SIZE, MAX_MODEL_LEN = 320, 512
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--log", required=True)
+    parser.add_argument("--tick-ms", type=float, default=1)
+    parser.add_argument("--num-tokens", type=int, default=1, help="tokens of a row's step")
+    parser.add_argument("--hold", action="store_true", help="requests wait for ever")
+    parser.add_argument("--wedge-at", type=int, default=0, help="say nothing from this step on")
+    parser.add_argument("--die-at", type=int, default=0, help="exit with 7 at this step")
+    parser.add_argument("--refuse", default="", help="kind of StartFailed")
+    parser.add_argument("--start-s", type=float, default=0, help="how long the start takes")
+    args = parser.parse_args()
+    channel = EngineChannel(args.socket)
+    channel.send(Progress(stage="pretending", detail="no model is loaded"))
+    time.sleep(args.start_s)
+    if args.refuse:
+        channel.send(StartFailed(kind=args.refuse, message="no good"))
+        channel.close()
+        return 1
+    channel.send(ready())
+    print("noise on stdout")
+    FakeEngine(channel, args).run()
+    channel.close()
+    return 0
+
+
+def ready() -> Ready:
+    """Facts of an engine that has no model."""
+    return Ready(
+        engine_pid=os.getpid(),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        dtype="float32",
+        device="cpu",
+        max_gamma=5,
+        max_batch_size=4,
+        proposer="none",
+        target_identity="target",
+        draft_identity="",
+        arithmetic="exact",
+        arithmetic_reason="",
+        fingerprint="fake",
+        build="eager",
+        pool=None,
+    )
+
+
+class FakeEngine:
+    """Rows repeat their prompt; a row with stop strings ends with "stop", others with "length"."""
+
+    def __init__(self, channel: EngineChannel, args: argparse.Namespace) -> None:
+        self.channel, self.args = channel, args
+        self.rows: dict[int, Submit] = {}
+        self.sent: dict[int, int] = {}
+        self.num_steps = 0
+
+    def run(self) -> None:
+        """Loop until told to stop."""
+        while True:
+            for message in self.channel.poll(self.args.tick_ms / 1000):
+                self.note(message)
+                if isinstance(message, Submit):
+                    self.rows[message.request_id], self.sent[message.request_id] = message, 0
+                elif isinstance(message, Abort):
+                    self.rows.pop(message.request_id, None)
+                elif isinstance(message, Shutdown):
+                    ends = [finished(row, "abort", self.sent[row]) for row in self.rows]
+                    self.channel.send(
+                        StepOutput(request_ids=[], num_tokens=[], token_ids=b"", finished=ends)
+                    )
+                    return
+            self.step()
+
+    def note(self, message: ToEngine) -> None:
+        """Append what arrived to the log."""
+        request_id = getattr(message, "request_id", "")
+        with Path(self.args.log).open("a") as file:
+            print(type(message).__name__, request_id, message, file=file)
+
+    def step(self) -> None:
+        """One step of all rows, and a status."""
+        if self.rows and not self.args.hold:
+            self.num_steps += 1
+            if self.num_steps == self.args.die_at:
+                os._exit(7)
+            if self.num_steps == self.args.wedge_at:
+                time.sleep(1000)
+            self.channel.send(self.output())
+        self.channel.send(self.status())
+
+    def output(self) -> StepOutput:
+        """Next tokens of every row."""
+        ids: list[int] = []
+        counts: list[int] = []
+        request_ids = list(self.rows)
+        ended: list[Finished] = []
+        for request_id in request_ids:
+            row, sent = self.rows[request_id], self.sent[request_id]
+            count = min(self.args.num_tokens, row.sampling.max_tokens - sent)
+            prompt = row.prompt_token_ids
+            ids += [prompt[(sent + i) % len(prompt)] for i in range(count)]
+            counts.append(count)
+            self.sent[request_id] = sent + count
+            if sent + count == row.sampling.max_tokens:
+                reason = "stop" if row.sampling.stop else "length"
+                ended.append(finished(request_id, reason, sent + count))
+                del self.rows[request_id]
+        return StepOutput(
+            request_ids=request_ids,
+            num_tokens=counts,
+            token_ids=struct.pack(f"<{len(ids)}i", *ids),
+            finished=ended,
+        )
+
+    def status(self) -> Status:
+        """As much as a status means here."""
+        return Status(
+            num_waiting=0,
+            num_running=len(self.rows),
+            num_free_blocks=100 - len(self.rows),
+            num_total_blocks=100,
+            gamma=0,
+            policy_version="",
+            num_steps=self.num_steps,
+            num_generated_tokens=0,
+            num_draft_tokens=4,
+            num_accepted_tokens=3,
+            num_preemptions=0,
+            residency="none",
+            draft_epoch=0,
+            expanded=False,
+            num_expansions=0,
+            num_contractions=0,
+            num_granted_blocks=0,
+            rss_bytes=1,
+        )
+
+
+def finished(request_id: int, reason: str, num_tokens: int) -> Finished:
+    """The end of a row."""
+    return Finished(
+        request_id=request_id,
+        reason=reason,
+        usage=RowUsage(
+            num_prompt_tokens=1,
+            num_completion_tokens=num_tokens,
+            num_cached_tokens=0,
+            num_draft_tokens=4,
+            num_accepted_tokens=3,
+            num_steps=num_tokens,
+            gamma_histogram=(num_tokens, 2),
+            policy_version="1-fixed",
+            num_preemptions=0,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
