@@ -1,1 +1,5 @@
-"""From logits to token ids: processors and shared noise."""
+"""Choosing tokens: shared noise, and the sampler that draft and target both call."""
+
+from worker.sampling.sampler import UNUSABLE, sample
+
+__all__ = ["UNUSABLE", "sample"]

