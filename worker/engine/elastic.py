@@ -1,0 +1,339 @@
+"""The worker's side of elastic memory: the draft's tail becomes KV blocks and back.
+
+ IDLE, resident ──expand──► EXPANDING ──nothing in flight──► IDLE, offloaded
+ IDLE, offloaded ──contract──► COPYING ──► FREEZING ◄──► COPYING_REST
+   ▲                              │           │ │              │
+   └────────── aborted ───────────┴───────────┘ │ rename ──────┘
+ IDLE, resident ◄── RESTORING ◄──── LOADING ◄───┘
+
+COPYING: the agent copies full tail blocks while steps run. FREEZING: steps pause until
+nothing is in flight. COPYING_REST: the agent copies the blocks that were being filled. Up to
+the rename the sources are intact, so an abort frees the destinations and nothing else. After
+it the tail is the draft's, and only a verified load leads on.
+
+A grant ends with the agent's answer or its death, never with a time-out. An agent that is
+merely silent keeps its destinations; steps do not wait for it longer than `FREEZE_LIMIT_S`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from memory_agent.remap import plan_moves
+from nightjar import log
+from nightjar.errors import NightjarError
+from worker.engine.block_manager import BlockManager
+from worker.messages import (
+    AgentLink,
+    Grant,
+    GrantAnswer,
+    RequestRefused,
+    ToFront,
+    TransitionDone,
+    TransitionRequest,
+)
+
+SETTLE_S = 1.0  # from the loss of the agent's stream until its last write has ended
+FREEZE_LIMIT_S = 1.0  # longest pause of steps for the last copy
+RELOAD_BACKOFF_S = 1.0  # after a failed load; doubles up to 32 times that
+
+
+class Tables(Protocol):
+    """What is needed of the scheduler."""
+
+    def blocks_being_filled(self) -> set[int]:
+        """Blocks that a step may still write."""
+        ...
+
+    def rename(self, moves: dict[int, int]) -> None:
+        """Put destinations in the place of sources, in tables and block manager alike."""
+        ...
+
+
+class Draft(Protocol):
+    """What is needed of the draft model."""
+
+    def drop(self) -> None:
+        """Forget everything derived from the tail's bytes."""
+        ...
+
+    def restore(self) -> None:
+        """Rebuild it from the tail's bytes, which were verified; NightjarError if it cannot be."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticCounters:
+    """What the status shows."""
+
+    num_expansions: int  # since start
+    num_contractions: int  # completed since start
+    num_granted_blocks: int  # that the agent may write now
+
+
+class _Phase(enum.Enum):
+    IDLE = enum.auto()
+    EXPANDING = enum.auto()
+    COPYING = enum.auto()
+    FREEZING = enum.auto()
+    COPYING_REST = enum.auto()
+    LOADING = enum.auto()
+    RESTORING = enum.auto()
+
+
+# Steps would write blocks that are being copied, or keep `after_retire` from being reached.
+_PAUSED = {_Phase.EXPANDING, _Phase.FREEZING, _Phase.COPYING_REST, _Phase.RESTORING}
+
+
+class ElasticMemory:
+    """Answers the memory agent, as messages in and messages out.
+
+    Args:
+        scheduler: Owner of the rows' tables.
+        blocks: The block manager.
+        draft: The draft model; None if nothing can be given back.
+        clock: Monotonic seconds.
+        agent_gone: Whether no agent maps the arena any more; asked once its stream has been
+            lost for `SETTLE_S`, so that a stopped process does not count as dead.
+    """
+
+    def __init__(
+        self,
+        scheduler: Tables,
+        blocks: BlockManager,
+        draft: Draft | None,
+        clock: Callable[[], float] = time.monotonic,
+        agent_gone: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.residency = "none" if draft is None else "resident"
+        self._scheduler, self._blocks, self._draft = scheduler, blocks, draft
+        self._clock, self._agent_gone = clock, agent_gone
+        self._phase = _Phase.IDLE
+        self._connected = False
+        self._request_id = 0
+        self._moves: dict[int, int] = {}  # tail block -> reserved head block
+        self._copied: set[int] = set()  # sources whose bytes are at their destination
+        self._grant: Grant | None = None  # the open one
+        self._num_grants = 0
+        self._lost_at_s: float | None = None  # when the open grant's stream was lost
+        self._frozen_at_s = 0.0
+        self._load_at_s = -math.inf
+        self._num_failed_loads = 0
+        self._num_expansions = 0
+        self._num_contractions = 0
+
+    @property
+    def draft_usable(self) -> bool:
+        """False while there is a draft model whose weights are not, or soon not, in place."""
+        return self.residency in ("none", "resident")
+
+    @property
+    def launch_allowed(self) -> bool:
+        """False while no step may be launched."""
+        return self._phase not in _PAUSED
+
+    @property
+    def counters(self) -> ElasticCounters:
+        """Counts for the status."""
+        loading = self._grant is not None and self._grant.kind == "load"
+        return ElasticCounters(
+            num_expansions=self._num_expansions,
+            num_contractions=self._num_contractions,
+            num_granted_blocks=self._blocks.num_granted
+            + (self._blocks.num_extra_blocks if loading else 0),
+        )
+
+    def on_message(self, message: TransitionRequest | GrantAnswer | AgentLink) -> list[ToFront]:
+        """Take one message of the agent; allowed while a step is in flight."""
+        if isinstance(message, AgentLink):
+            return self._on_link(message.connected)
+        if isinstance(message, GrantAnswer):
+            if self._grant is None or self._grant.grant_id != message.grant_id:
+                return []  # ended before, by the death of the stream that carried it
+            return self._end_grant(message.ok, message.error)
+        refusal = self._refusal(message.kind)
+        if refusal:
+            return [RequestRefused(request_id=message.request_id, reason=refusal)]
+        self._request_id = message.request_id
+        if message.kind == "expand":
+            self.residency = "offloading"
+            self._phase = _Phase.EXPANDING
+            return []
+        return self._contract()
+
+    def after_retire(self) -> list[ToFront]:
+        """Go on where that needs nothing in flight; called in every turn of the loop."""
+        messages = self._settle()
+        if self._phase is _Phase.EXPANDING:
+            messages += self._expand()
+        elif self._phase is _Phase.FREEZING:
+            messages += self._freeze()
+        elif self._phase is _Phase.COPYING_REST:
+            if self._clock() >= self._frozen_at_s + FREEZE_LIMIT_S:
+                messages += self._abandon("the agent did not copy the last blocks in time")
+        elif self._phase is _Phase.LOADING:
+            messages += self._load()
+        elif self._phase is _Phase.RESTORING:
+            messages += self._restore()
+        return messages
+
+    def _refusal(self, kind: str) -> str:
+        if self._draft is None:
+            return "there is no draft model"
+        if not self._connected:
+            return "the stream of this request was lost"
+        if self._phase is not _Phase.IDLE:
+            return f"a transition is running: {self._phase.name.lower()}"
+        if self._grant is not None:
+            return f"grant {self._grant.grant_id} of an earlier transition is still open"
+        needed = {"expand": "resident", "contract": "offloaded"}.get(kind)
+        if needed is None:
+            return f"unknown kind {kind!r}"
+        return "" if self.residency == needed else f"the draft is {self.residency}, not {needed}"
+
+    # ---- expansion ----
+
+    def _expand(self) -> list[ToFront]:
+        assert self._draft is not None
+        self._draft.drop()
+        self._blocks.expand()
+        self._num_expansions += 1
+        return self._finish("offloaded")
+
+    # ---- contraction, up to the rename ----
+
+    def _contract(self) -> list[ToFront]:
+        self._blocks.close_tail()
+        live = self._blocks.live_tail_blocks()
+        destinations = self._blocks.reserve(len(live))
+        if destinations is None:
+            return self._abandon(f"too few free head blocks for {len(live)} live tail blocks")
+        self._moves, self._copied = plan_moves(live, destinations), set()
+        self.residency = "reloading"
+        filling = self._scheduler.blocks_being_filled()
+        full = [block for block in live if block not in filling]
+        self._phase = _Phase.COPYING if full else _Phase.FREEZING
+        return [self._grant_copy(full)] if full else []
+
+    def _freeze(self) -> list[ToFront]:
+        rest = [b for b in self._blocks.live_tail_blocks() if b not in self._copied]
+        assert self._moves.keys() >= set(rest), "a closed tail block was handed out"
+        if rest and not self._connected:
+            return self._abort("the agent is gone")
+        if rest:
+            self._phase = _Phase.COPYING_REST
+            self._frozen_at_s = self._clock()
+            return [self._grant_copy(rest)]
+        # Sources without a row any more give their destinations back.
+        self._scheduler.rename(self._moves)
+        self._moves = {}
+        self._blocks.give_tail_to_draft()
+        self._phase = _Phase.LOADING
+        return self._load()
+
+    def _abort(self, reason: str) -> list[ToFront]:
+        """Give up before the rename, with no grant open."""
+        self._release_destinations()
+        return self._abandon(reason)
+
+    def _abandon(self, reason: str) -> list[ToFront]:
+        """Give up before the rename; destinations of an open grant stay quarantined."""
+        log.get().warning("contraction given up", reason=reason)
+        self._blocks.reopen_tail()
+        self.residency = "offloaded"
+        self._phase = _Phase.IDLE
+        return [RequestRefused(request_id=self._request_id, reason=reason)]
+
+    def _release_destinations(self) -> None:
+        self._blocks.release_reserved(self._moves.values())
+        self._moves = {}
+
+    # ---- contraction, from the rename on ----
+
+    def _load(self) -> list[ToFront]:
+        waiting = self._clock() < self._load_at_s
+        if self._grant is not None or not self._connected or waiting:
+            return []
+        return [self._open(Grant(grant_id=self._num_grants + 1, kind="load"))]
+
+    def _on_failed_load(self, reason: str) -> None:
+        log.get().warning("the draft could not be reloaded; trying again", reason=reason)
+        self._phase = _Phase.LOADING
+        self._load_at_s = self._clock() + RELOAD_BACKOFF_S * 2 ** min(self._num_failed_loads, 5)
+        self._num_failed_loads += 1
+
+    def _restore(self) -> list[ToFront]:
+        assert self._draft is not None
+        try:
+            self._draft.restore()
+        except NightjarError as error:
+            self._on_failed_load(str(error))
+            return []
+        self._num_failed_loads = 0
+        self._num_contractions += 1
+        return self._finish("resident")
+
+    def _finish(self, residency: str) -> list[ToFront]:
+        log.get().info("transition finished", draft=residency)
+        self.residency = residency
+        self._phase = _Phase.IDLE
+        return [TransitionDone(request_id=self._request_id, residency=residency)]
+
+    # ---- grants ----
+
+    def _grant_copy(self, sources: list[int]) -> Grant:
+        return self._open(
+            Grant(
+                grant_id=self._num_grants + 1,
+                kind="copy",
+                source_ids=sources,
+                destination_ids=[self._moves[source] for source in sources],
+            )
+        )
+
+    def _open(self, grant: Grant) -> Grant:
+        assert self._grant is None
+        self._num_grants += 1
+        self._grant = grant
+        return grant
+
+    def _end_grant(self, ok: bool, error: str) -> list[ToFront]:
+        grant, self._grant, self._lost_at_s = self._grant, None, None
+        assert grant is not None
+        if self._phase is _Phase.LOADING:
+            if ok:
+                self._phase = _Phase.RESTORING
+            else:
+                self._on_failed_load(error)
+            return []
+        if self._phase is _Phase.IDLE:  # abandoned before
+            self._release_destinations()
+            return []
+        if not ok:
+            return self._abort(error)
+        self._copied.update(grant.source_ids)
+        self._phase = _Phase.FREEZING
+        return []
+
+    def _on_link(self, connected: bool) -> list[ToFront]:
+        # Any change of the link means that the stream which carried an open grant is gone.
+        if self._grant is not None and self._lost_at_s is None:
+            self._lost_at_s = self._clock()
+        self._connected = connected
+        self._load_at_s = -math.inf  # a new agent need not wait for what the old one did
+        return []
+
+    def _settle(self) -> list[ToFront]:
+        if self._lost_at_s is None or self._clock() < self._lost_at_s + SETTLE_S:
+            return []
+        # The arena's lock lets a new agent attach only once the old one has unmapped.
+        if self._connected or self._agent_gone():
+            return self._end_grant(False, "the agent is gone")
+        if self._phase in (_Phase.COPYING, _Phase.COPYING_REST):
+            return self._abandon("the agent's stream is lost, but the agent is not gone")
+        return []
