@@ -1,0 +1,124 @@
+"""How many drafts each row of a step gets, and which rows the draft model catches up first.
+
+The draft's cache lacks what was prefilled or emitted while gamma was 0. That staleness is kept
+by block alone: nothing is done at gamma 0, and everything else follows from the fill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.engine.block_manager import BlockManager
+from worker.engine.plan import Plan, PlannedRow
+from worker.engine.sequence import Sequence
+from worker.speculative.proposer import Proposer
+
+# The token just chosen and, after every draft was accepted, the last of them: these the draft
+# takes with its first forward anyway. Anything more is caught up.
+MAX_REGULAR_LAG = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Tokens that the draft's cache lacks of what the target's holds, and what follows."""
+
+    max_tokens: int
+    sum_tokens: int
+    feasible_gamma: int  # 0 also while every row that should draft is still catching up
+
+
+class Drafting:
+    """Plans the drafts of a step."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        proposer: Proposer | None,
+        *,
+        max_gamma: int,
+        max_catchup_tokens: int,
+    ) -> None:
+        self.usable = proposer is not None
+        self.max_gamma = max_gamma if proposer is not None else 0
+        self._blocks = blocks
+        self._proposer = proposer
+        self._max_catchup_tokens = max_catchup_tokens
+        self._has_cache = proposer is not None and proposer.has_cache
+
+    @property
+    def draft_resident(self) -> bool:
+        """False while there is a draft model whose weights are away."""
+        return self.usable or not self._has_cache
+
+    def set_resident(self, resident: bool) -> None:
+        """Say whether the draft model, if any, is in its place; n-grams do without."""
+        self.usable = self._proposer is not None and (resident or not self._has_cache)
+
+    def num_draft_computed(self, sequence: Sequence) -> int:
+        """Tokens [0, n) of a row whose KV the draft's cache holds."""
+        blocks = self._blocks
+        if sequence.draft_hint_version != blocks.draft_version:
+            sequence.draft_hint_version, sequence.draft_hint = blocks.draft_version, 0
+        num_tokens, sequence.draft_hint = blocks.draft_computed(
+            sequence.block_table, sequence.draft_hint
+        )
+        return num_tokens
+
+    def plan(self, plan: Plan, gamma: int, budget: int) -> Staleness:
+        """Set the step's gamma, and each decode row's gamma and catch-up.
+
+        Args:
+            plan: A plan that holds its decode rows, oldest first, and nothing else.
+            gamma: What the decision says; anything out of range is clamped.
+            budget: Tokens that the step has left for drafts.
+        """
+        rows = plan.rows
+        stale = [0]
+        if self._has_cache:
+            for row in rows:
+                row.draft_start = self.num_draft_computed(row.sequence)
+                stale.append(row.sequence.num_computed_tokens - row.draft_start)
+        limit = min(self.max_gamma, budget // len(rows)) if self.usable else 0
+        caps = [min(limit, self._row_cap(row.sequence)) for row in rows] if limit > 0 else []
+        plan.possible_gamma = max([0, *caps])
+        wanted = min(gamma, plan.possible_gamma)
+        if wanted > 0:
+            left = self._max_catchup_tokens
+            for row, cap in zip(rows, caps, strict=True):
+                if cap > 0:
+                    left -= self._plan_row(row, min(wanted, cap), left)
+            plan.gamma = max([row.gamma for row in rows])
+        feasible = plan.possible_gamma if plan.gamma or wanted <= 0 else 0
+        return Staleness(max(stale), sum(stale), feasible)
+
+    def _row_cap(self, sequence: Sequence) -> int:
+        """Most drafts that a row could use now: they and one more token must have room."""
+        assert self._proposer is not None
+        if sequence.draft_broken:
+            return 0
+        blocks, num_tokens = self._blocks, len(sequence.token_ids)
+        num_slots = (len(sequence.block_table) + blocks.num_free) * blocks.block_size
+        cap = min(
+            sequence.max_num_tokens - num_tokens - 1,
+            num_slots - num_tokens,
+            self._proposer.max_row_gamma(num_tokens),
+        )
+        max_gamma = sequence.params.max_gamma
+        return max(0, cap if max_gamma is None else min(cap, max_gamma))
+
+    def _plan_row(self, row: PlannedRow, gamma: int, max_catch_up: int) -> int:
+        """Give a row its drafts, their slots, and its catch-up; returns the tokens caught up."""
+        blocks, sequence = self._blocks, row.sequence
+        num_tokens, table = len(sequence.token_ids), sequence.block_table
+        if not blocks.grow(table, num_tokens + gamma):
+            gamma = min(gamma, len(table) * blocks.block_size - num_tokens)
+            if gamma <= 0:
+                return 0
+        row.gamma = gamma
+        lag = num_tokens - row.draft_start
+        if not self._has_cache or lag <= MAX_REGULAR_LAG:
+            return 0
+        row.num_catch_up = min(lag - 1, max_catch_up)
+        if row.num_catch_up < lag - 1:
+            row.gamma = 0
+        return row.num_catch_up

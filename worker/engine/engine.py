@@ -1,0 +1,234 @@
+"""The step loop: one thread that owns models, pool and sequences, and talks to the front alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import psutil
+
+from nightjar import log
+from nightjar.errors import EngineFailure
+from worker.engine.links import Clock, Memory, Planner
+from worker.engine.plan import Plan
+from worker.engine.runner import Runner
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence, StopDetector
+from worker.messages import (
+    Abort,
+    AgentLink,
+    Decision,
+    Finished,
+    GrantAnswer,
+    PlannerLink,
+    Shutdown,
+    Status,
+    StepOutput,
+    Submit,
+    ToEngine,
+    ToFront,
+    TransitionRequest,
+)
+
+IDLE_POLL_S = 0.1
+STALLED_POLL_S = 0.005  # requests are there, but nothing may or can be launched
+STATUS_S = 0.05
+IDLE_STATUS_S = 0.2
+MAX_FAILED_STEPS = 3  # in a row
+
+
+class Channel(Protocol):
+    """The way to the front and back."""
+
+    def poll(self, timeout_s: float) -> list[ToEngine]:
+        """Messages that arrived; waits up to `timeout_s` for the first."""
+        ...
+
+    def send(self, message: ToFront) -> None:
+        """Hand a message over, without waiting for the front."""
+        ...
+
+
+class Engine:
+    """Everything between two processes' messages and two models' forwards."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        planner: Planner,
+        memory: Memory,
+        channel: Channel,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Seq[int],
+        stop_detector: Callable[[tuple[str, ...]], StopDetector],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            scheduler: Owner of sequences and blocks.
+            runner: Owner of the models.
+            planner: Says which gamma to use.
+            memory: Elastic memory.
+            channel: To the front.
+            max_model_len: Most tokens of prompt and answer.
+            vocab_size: Ids that may appear.
+            eos_token_ids: Ids that end an answer.
+            stop_detector: Makes what finds stop strings.
+            clock: Seconds, monotonic.
+        """
+        self.scheduler = scheduler
+        self.runner = runner
+        self.planner = planner
+        self.memory = memory
+        self.channel = channel
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._stop_detector = stop_detector
+        self._clock = clock
+        self._poll_s = IDLE_POLL_S
+        self._num_failed_steps = 0
+        self._status_at = float("-inf")
+        self._rss_at = float("-inf")
+        self._rss_bytes = 0
+        self._process = psutil.Process()
+
+    def run(self) -> None:
+        """Serve until the front says `Shutdown` or is gone.
+
+        Raises:
+            EngineFailure: Several steps in a row have failed.
+        """
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Take messages, then run a step if there is one; False after `Shutdown`."""
+        for message in self.channel.poll(self._poll_s):
+            if isinstance(message, Shutdown):
+                self._deliver(_ends(self.scheduler.abort_all()))
+                return False
+            self._receive(message)
+        self.memory.advance()
+        if not self.scheduler.has_work:
+            self._poll_s = IDLE_POLL_S
+        elif self.memory.elastic.launch_allowed and self.step():
+            self._poll_s = 0
+        else:
+            self._poll_s = STALLED_POLL_S
+        if self._poll_s:
+            self.planner.flush()
+            self.memory.report(self.planner.last.exploit_gamma)
+        self._report_status(IDLE_STATUS_S if self._poll_s else STATUS_S)
+        return True
+
+    def step(self) -> bool:
+        """One step's life, at depth zero; False if nothing could be launched.
+
+        At depth one the step that retires here is the one before: flight and plan then wait a
+        turn, and nothing else changes, since rows in flight are left alone by `schedule` and
+        results apply only to the row epoch that they were launched with.
+        """
+        decision = self.planner.decision()
+        plan = self.scheduler.schedule(decision)
+        if not plan.rows:
+            return False
+        try:
+            flight = self.runner.launch(plan)
+            done = flight.retire()
+        except Exception as error:
+            self._step_failed(plan, error)
+            return True
+        self._num_failed_steps = 0
+        self._deliver(self.scheduler.commit(done))
+        self.planner.report(done)
+        self.memory.report(self.planner.last.exploit_gamma)
+        return True
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort():
+                finished = self.scheduler.abort(message.request_id)
+                if finished is not None:
+                    self._deliver(_ends([finished]))
+            case Decision() | PlannerLink():
+                self.planner.on_message(message)
+            case TransitionRequest() | GrantAnswer() | AgentLink():
+                self.memory.on_message(message)
+
+    def _submit(self, message: Submit) -> None:
+        prompt, params = message.prompt_token_ids, message.sampling
+        sequence = Sequence(
+            message.request_id,
+            prompt,
+            params,
+            max_model_len=self._max_model_len,
+            max_gamma=self.scheduler.drafting.max_gamma,
+            eos_token_ids=self._eos_token_ids,
+            stop_detector=self._stop_detector(params.stop) if params.stop else None,
+        )
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            error = f"prompt token ids must lie in [0, {self._vocab_size})"
+            refused: Finished | None = Finished(
+                request_id=message.request_id, reason="error", usage=sequence.usage(), error=error
+            )
+        else:
+            refused = self.scheduler.submit(sequence)
+        if refused is not None:
+            self._deliver(_ends([refused]))
+
+    def _step_failed(self, plan: Plan, error: Exception) -> None:
+        """End the rows of a step that raised; a row alone cannot be blamed."""
+        log.get().error("a step failed", num_rows=len(plan.rows), exc_info=error)
+        self._num_failed_steps += 1
+        self._deliver(self.scheduler.fail(plan, f"the engine failed in a step: {error}"))
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise EngineFailure(f"{MAX_FAILED_STEPS} steps in a row failed: {error}") from error
+
+    def _deliver(self, output: StepOutput) -> None:
+        if output.request_ids or output.finished:
+            self.channel.send(output)
+
+    def _report_status(self, every_s: float) -> None:
+        now = self._clock()
+        if now - self._status_at < every_s:
+            return
+        self._status_at = now
+        if now - self._rss_at >= IDLE_STATUS_S:
+            self._rss_at, self._rss_bytes = now, self._process.memory_info().rss
+        scheduler, elastic = self.scheduler, self.memory.elastic
+        counters = elastic.counters
+        self.channel.send(
+            Status(
+                num_waiting=scheduler.num_waiting,
+                num_running=scheduler.num_running,
+                num_free_blocks=scheduler.blocks.num_free,
+                num_total_blocks=scheduler.blocks.num_total,
+                gamma=self.planner.gamma,
+                policy_version=self.planner.last.policy_version,
+                num_steps=scheduler.num_steps,
+                num_generated_tokens=scheduler.num_generated_tokens,
+                num_draft_tokens=scheduler.num_draft_tokens,
+                num_accepted_tokens=scheduler.num_accepted_tokens,
+                num_preemptions=scheduler.num_preemptions,
+                residency=elastic.residency,
+                draft_epoch=scheduler.blocks.draft_epoch,
+                expanded=scheduler.blocks.expanded,
+                num_expansions=counters.num_expansions,
+                num_contractions=counters.num_contractions,
+                num_granted_blocks=counters.num_granted_blocks,
+                rss_bytes=self._rss_bytes,
+            )
+        )
+
+
+def _ends(finished: list[Finished]) -> StepOutput:
+    return StepOutput(request_ids=[], num_tokens=[], token_ids=b"", finished=finished)

@@ -1,0 +1,68 @@
+"""What a step will do and what came of it: values between scheduler, proposer and runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from worker.engine.decisions import Choice
+from worker.engine.sequence import Sequence
+from worker.messages import Context
+
+
+@dataclass(slots=True)
+class PlannedRow:
+    """One row of a step.
+
+    A decode row's input is its last token and up to `gamma` drafts. A prefill row's is the next
+    `num_tokens` of its tokens; with the last of them it samples.
+    """
+
+    sequence: Sequence
+    epoch: int  # the row's, when the step was planned
+    num_tokens: int  # input tokens, drafts aside
+    samples: bool  # the logits of its last token are wanted
+    is_decode: bool
+    gamma: int = 0  # most drafts
+    draft_start: int = 0  # tokens that the draft's cache holds
+    num_catch_up: int = 0  # tokens that the draft computes before it drafts, if it drafts at all
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step: decode rows first, oldest first, then prefill rows."""
+
+    step: int
+    rows: list[PlannedRow]
+    num_decode_rows: int = 0
+    choice: Choice | None = None  # None without decode rows: nothing to decide
+    gamma: int = 0  # the step's, after what is feasible
+    context: Context | None = None  # of the step, as far as the scheduler knows it
+    possible_gamma: int = 0  # feasible once the draft has caught up: what a decision may ask for
+    draft_epoch: int = 0
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What a step did for one row."""
+
+    token_ids: list[int]  # accepted drafts, then the recovered or bonus token; [] if none sampled
+    num_drafts: int = 0
+    num_accepted: int = 0
+    draft_end: int = 0  # tokens whose draft KV exists now, drafts included; 0: not touched
+    draft_failed: bool = False  # the draft's logits were no numbers
+    error: str = ""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did; times in microseconds. `commit` fills in what stop rules decide."""
+
+    plan: Plan
+    rows: list[RowResult]  # as plan.rows
+    step_us: int  # catch-up and draft prefill left out
+    catch_up_us: int = 0
+    num_catch_up_tokens: int = 0
+    draft_prefill_us: int = 0
+    num_emitted: int = 0  # tokens delivered by decode rows
+    reached: list[int] = field(default_factory=list)  # by draft position
+    accepted: list[int] = field(default_factory=list)

@@ -1,0 +1,166 @@
+"""A live request: its tokens, its blocks, what it has cost, and the hashes of its prefixes."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from array import array
+from collections.abc import Sequence as Seq
+from typing import Literal, Protocol
+
+from worker.messages import RowUsage, SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands; only a running one owns blocks."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class StopDetector(Protocol):
+    """What finds stop strings: `worker.text.Detokenizer`."""
+
+    stopped: bool
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; afterwards `stopped` says whether it completed a stop string."""
+        ...
+
+
+class Sequence:
+    """One request from submission to its end.
+
+    Invariants: tokens [0, num_computed_tokens) have their KV in the block table. A running row
+    in phase "decode" has num_computed_tokens == len(token_ids) - 1: its last token is the next
+    input. In phase "prefill" it computes up to num_prefill_tokens, which after a preemption
+    covers what it had already generated.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_table",
+        "draft_broken",
+        "draft_hint",
+        "draft_hint_version",
+        "epoch",
+        "gamma_histogram",
+        "last_step",
+        "max_num_tokens",
+        "num_accepted_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_draft_tokens",
+        "num_preemptions",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "num_steps",
+        "params",
+        "phase",
+        "policy_version",
+        "proposer_state",
+        "request_id",
+        "status",
+        "stop_detector",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_model_len: int,
+        max_gamma: int,
+        eos_token_ids: Seq[int] = (),
+        stop_detector: StopDetector | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
+        self.stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self.stop_ids |= frozenset(eos_token_ids)
+        self.stop_detector = stop_detector
+
+        self.status = SequenceStatus.WAITING
+        self.phase: Literal["prefill", "decode"] = "prefill"
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []  # chain over full blocks, made as they are needed
+        self.num_computed_tokens = 0
+        self.num_prefill_tokens = self.num_prompt_tokens
+        self.epoch = 0  # raised when results of launched steps must not be applied any more
+        self.last_step = 0  # number of the last step launched with this row
+
+        # Where the walk over the blocks' draft fill may start: blocks before it are full.
+        self.draft_hint = 0
+        self.draft_hint_version = -1
+        self.draft_broken = False  # its draft gave logits that are no numbers
+        self.proposer_state: object = None
+
+        self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.gamma_histogram = [0] * (max_gamma + 1)
+        self.policy_version = ""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and delivered."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def hashes(self, num_blocks: int, block_size: int, salt: bytes) -> list[bytes]:
+        """Hash chain of the first `num_blocks` blocks, which must be full of known tokens."""
+        chain = self.block_hashes
+        while len(chain) < num_blocks:
+            start = len(chain) * block_size
+            parent = chain[-1] if chain else salt
+            chain.append(chain_hash(parent, self.token_ids[start : start + block_size]))
+        return chain[:num_blocks]
+
+    def usage(self) -> RowUsage:
+        """What the request has cost so far."""
+        return RowUsage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_completion_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_steps=self.num_steps,
+            gamma_histogram=tuple(self.gamma_histogram),
+            policy_version=self.policy_version,
+            num_preemptions=self.num_preemptions,
+        )
+
+
+def chain_hash(parent: bytes, token_ids: Seq[int]) -> bytes:
+    """SHA-256 of a block's tokens after its parent's hash; the first parent is the salt."""
+    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+
+
+def advance(sequence: Sequence, token_ids: Seq[int]) -> tuple[int, str]:
+    """Append tokens until a stop rule holds.
+
+    Returns:
+        How many were appended, the one that stopped it included, and the finish reason:
+        "stop" (end of sequence, stop id, stop string), "length" (max_tokens, context), or "".
+    """
+    output, detector = sequence.token_ids, sequence.stop_detector
+    for count, token_id in enumerate(token_ids, start=1):
+        output.append(token_id)
+        if detector is not None:
+            detector.push(token_id)
+            if detector.stopped:
+                return count, "stop"
+        if token_id in sequence.stop_ids:
+            return count, "stop"
+        if len(output) >= sequence.max_num_tokens:
+            return count, "length"
+    return len(token_ids), ""

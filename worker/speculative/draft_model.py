@@ -1,0 +1,113 @@
+"""Drafts by a small model that shares the target's vocabulary, noise and block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from worker.engine.plan import PlannedRow
+from worker.model.batch import Forward
+from worker.speculative.batches import BatchBuilder
+from worker.speculative.proposer import Proposal, Sampler
+
+
+class DraftModelProposer:
+    """Runs the draft once per draft token, over all rows that still draft.
+
+    The first forward of a row takes every token that the draft's cache lacks; rows that lack
+    more than the usual are caught up before, in a forward of its own, so that its cost is known.
+    The draft chooses with the target's own sampler, parameters and positions.
+    """
+
+    has_cache = True
+
+    def __init__(
+        self,
+        draft: Forward,
+        sample: Sampler,
+        *,
+        vocab_size: int,
+        block_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Take a draft.
+
+        Args:
+            draft: The model, over the blocks' draft halves.
+            sample: The target's sampler.
+            vocab_size: Ids that both models and the tokenizer know.
+            block_size: Tokens of a block.
+            clock: Seconds, monotonic.
+        """
+        self._draft = draft
+        self._sample = sample
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._clock = clock
+
+    def max_row_gamma(self, num_tokens: int) -> int:
+        """Drafts before the draft's own context ends: the last draft is no input of it."""
+        return self._draft.max_model_len - num_tokens + 1
+
+    def propose(self, rows: Sequence[PlannedRow]) -> Proposal:
+        """Catch up, then draft `row.gamma` tokens for each row."""
+        proposal = Proposal(
+            [[] for _ in rows],
+            [row.draft_start + row.num_catch_up if row.num_catch_up else 0 for row in rows],
+            [False] * len(rows),
+        )
+        if any(row.num_catch_up for row in rows):
+            self._catch_up(rows, proposal)
+        active = [index for index, row in enumerate(rows) if row.gamma]
+        while active:
+            active = self._draft_once(rows, active, proposal)
+        return proposal
+
+    def _catch_up(self, rows: Sequence[PlannedRow], proposal: Proposal) -> None:
+        start = self._clock()
+        batch = BatchBuilder(self._block_size)
+        num_prefill = num_emitted = 0
+        for row in rows:
+            if row.num_catch_up:
+                first, end = row.draft_start, row.draft_start + row.num_catch_up
+                sequence = row.sequence
+                batch.add(sequence.token_ids[first:end], first, sequence.block_table, 0)
+                border = min(max(sequence.num_prefill_tokens, first), end)
+                num_prefill += border - first
+                num_emitted += end - border
+        self._draft.run(batch.build())
+        elapsed_us = round((self._clock() - start) * 1e6)
+        proposal.num_catch_up_tokens = num_emitted
+        proposal.catch_up_us = elapsed_us * num_emitted // (num_prefill + num_emitted)
+        proposal.draft_prefill_us = elapsed_us - proposal.catch_up_us
+
+    def _draft_once(
+        self, rows: Sequence[PlannedRow], active: list[int], proposal: Proposal
+    ) -> list[int]:
+        """One more draft for the active rows; returns those that go on."""
+        batch = BatchBuilder(self._block_size)
+        positions = []
+        for index in active:
+            row, drafts = rows[index], proposal.drafts[index]
+            sequence = row.sequence
+            num_tokens = len(sequence.token_ids) + len(drafts)
+            if drafts:
+                batch.add(drafts[-1:], num_tokens - 1, sequence.block_table, 1)
+            else:
+                first = row.draft_start + row.num_catch_up
+                batch.add(sequence.token_ids[first:], first, sequence.block_table, 1)
+            positions.append(num_tokens)
+        logits = self._draft.run(batch.build())[:, : self._vocab_size]
+        params = [rows[index].sequence.params for index in active]
+        left = []
+        for index, token_id, position in zip(
+            active, self._sample(logits, params, positions), positions, strict=True
+        ):
+            if token_id < 0:  # the target alone goes on, and this cache is not trusted again
+                proposal.failed[index] = True
+                proposal.drafts[index].clear()
+                continue
+            proposal.draft_ends[index] = position
+            proposal.drafts[index].append(token_id)
+            if len(proposal.drafts[index]) < rows[index].gamma:
+                left.append(index)
+        return left
