@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,20 @@ def pool(shm: Path) -> Iterator[PoolStub]:
     stub.close()
 
 
+async def until(
+    worker: MemoryWorker, holds: Callable[[memory_pb2.GetMemoryStatusResponse], bool]
+) -> memory_pb2.GetMemoryStatusResponse:
+    """Wait for a status; what is sent on the stream is not ordered with calls beside it."""
+    deadline = time.monotonic() + 30
+    while not holds(status := await worker.status()):
+        assert time.monotonic() < deadline, status
+        await asyncio.sleep(0.005)
+    return status
+
+
 async def is_detached(worker: MemoryWorker) -> None:
     """Wait until the agent has let go of its worker."""
-    deadline = time.monotonic() + 30
-    while (await worker.status()).worker_id:
-        assert time.monotonic() < deadline, "still attached"
-        await asyncio.sleep(0.01)
+    await until(worker, lambda status: not status.worker_id)
 
 
 async def test_a_whole_cycle(agent: str, pool: PoolStub) -> None:
@@ -90,7 +98,7 @@ async def test_a_whole_cycle(agent: str, pool: PoolStub) -> None:
         assert pool.digests()[:base] == expected[:base]
         await stream.done(request.request_id, "RESIDENT")
         await stream.press(base, base, "RESIDENT")
-        status = await worker.status()
+        status = await until(worker, lambda status: status.pressure.num_free_blocks == base)
         assert status.state == wire("RESIDENT")
         assert (status.num_expansions, status.num_contractions) == (1, 1)
         assert status.num_bytes_copied == 3 * pool.layout.block_bytes + IMAGE_BYTES
@@ -230,29 +238,15 @@ async def test_a_corrupted_image_never_becomes_resident(agent: str, pool: PoolSt
         for _ in range(4):
             await stream.press(50, 64, "RESIDENT")
         await stream.done(1, "RESIDENT")
-        assert (await worker.status()).state == wire("RELOADING")
+        await stream.press(51, 64, "RESIDENT")
+        status = await until(worker, lambda status: status.pressure.num_free_blocks == 51)
+        assert status.state == wire("RELOADING")
         pool.image.memory[77:78] = good
         assert (await stream.load()).ok
         await stream.done(1, "RESIDENT")
         await stream.press(50, 64, "RESIDENT")
-        await until_state(worker, "RESIDENT")
+        await until(worker, lambda status: status.state == wire("RESIDENT"))
     await is_detached(worker)
-
-
-async def until_state(worker: MemoryWorker, residency: str) -> None:
-    """Wait until the agent shows a state."""
-    deadline = time.monotonic() + 30
-    while (await worker.status()).state != wire(residency):
-        assert time.monotonic() < deadline, residency
-        await asyncio.sleep(0.01)
-
-
-async def until_pressed(worker: MemoryWorker) -> None:
-    """Wait until the agent has read the first report, and with it what was sent before."""
-    deadline = time.monotonic() + 30
-    while not (await worker.status()).pressure.num_free_blocks:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.001)
 
 
 async def test_a_refused_request_is_asked_again_later(shm: Path, pool: PoolStub) -> None:
@@ -316,7 +310,7 @@ async def test_killed_while_loading_and_a_new_agent_finishes(
             assert (await stream.load()).ok
             assert pool.loaded()
             await stream.done(1, "RESIDENT")
-            await until_state(worker, "RESIDENT")
+            await until(worker, lambda status: status.state == wire("RESIDENT"))
     assert pool.digests()[: pool.layout.num_base_blocks] == head
 
 
@@ -364,7 +358,7 @@ async def test_a_signal_ends_it_with_exit_0(shm: Path, pool: PoolStub, number: i
             load = memory_pb2.Grant(grant_id=9, load=memory_pb2.LoadImage())
             await stream.send(grant=load)
             await stream.press(1, 64, "OFFLOADED")
-            await until_pressed(MemoryWorker(address))
+            await until(MemoryWorker(address), lambda s: s.pressure.sequence == 1)
             command.signal(number)
             assert (await stream.receive()).answer.grant_id == 9
             with pytest.raises(EOFError):

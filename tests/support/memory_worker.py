@@ -66,7 +66,9 @@ class PoolStub:
         held = self.arena.memory[start : start + self.layout.image_bytes]
         return hashlib.sha256(held).digest() == self.sha256
 
-    def handshake(self, residency: str | int = "RESIDENT", **changes: Any) -> memory_pb2.PoolHandshake:
+    def handshake(
+        self, residency: str | int = "RESIDENT", **changes: Any
+    ) -> memory_pb2.PoolHandshake:
         """What a worker announces."""
         fields = {
             "worker_id": "worker-1",
