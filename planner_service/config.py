@@ -1,0 +1,31 @@
+"""Configuration of a planner; flags and variables derive from the fields."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nightjar.config import at_least, option
+from planner_service.context import MAX_GAMMA
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerConfig:
+    """Everything a planner can be told."""
+
+    listen: str = option("127.0.0.1:0", "address to serve on; port 0 takes a free one")
+    store: str = option(
+        "",
+        "URL of Redis or Valkey: redis://, rediss://, unix:// or redis+sentinel://HOST:PORT,"
+        "HOST:PORT/NAME; empty keeps what is learned in memory only",
+    )
+    policy: str = option("nightjar", "policy to begin with, where the store has no version yet")
+    policy_parameters: tuple[str, ...] = option(
+        (), "its parameters, as NAME=VALUE,NAME=VALUE; `nightjar policy list` shows them"
+    )
+    gamma_max: int = option(
+        5,
+        "largest gamma of the policy to begin with, where it takes gamma_max",
+        check=lambda n: 0 <= n <= MAX_GAMMA,
+        limit=f"0 to {MAX_GAMMA}",
+    )
+    drain_timeout_s: float = at_least(0, 5, "seconds that calls under way get at SIGTERM")

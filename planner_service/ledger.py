@@ -1,0 +1,160 @@
+"""What this replica knows of each group of sums, and what of it the store does not have yet.
+
+    total = snapshot (as last read from the store, or confirmed by it)
+          + lost     (was in the store, is no longer; kept here so that decisions do not forget)
+          + flight   (sent under a number, not confirmed; sent again unchanged until it is)
+          + pending  (learned since)
+
+A group is a profile's times or a model pair's acceptance. Pure: the clock is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner_service.sums import NOTHING, ArmSums, Stats, Totals
+
+MAX_PENDING_ARMS = 65_536  # over all groups; what is learned beyond it stays in memory only
+
+
+@dataclass(slots=True)
+class _Group:
+    total: Stats = NOTHING
+    snapshot: Stats = NOTHING
+    lost: Stats = NOTHING
+    flight: Stats | None = None
+    pending: Stats = NOTHING
+    pending_since: float | None = None
+    flight_since: float | None = None
+    number: int = 0  # of the flush in flight, or the last
+    revision: int = 0  # of the store's sums that `snapshot` equals
+
+
+class Ledger:
+    """Sums by group, with the state of their way into the store."""
+
+    def __init__(self, *, stored: bool, max_pending_arms: int = MAX_PENDING_ARMS) -> None:
+        self._stored = stored
+        self._max_pending_arms = max_pending_arms
+        self._num_pending_arms = 0
+        self._groups: dict[str, _Group] = {}
+        self.num_dropped = 0
+
+    def total(self, key: str) -> Stats:
+        """All that is known of a group."""
+        group = self._groups.get(key)
+        return group.total if group else NOTHING
+
+    def add(self, key: str, learned: Stats, now: float) -> None:
+        """Learn; what finds no room on the way to the store is counted in `num_dropped`."""
+        group = self._groups.setdefault(key, _Group())
+        group.total = group.total.plus(learned)
+        if not self._stored:
+            return
+        before = group.pending
+        new = sum(
+            1
+            for b, row in learned.buckets.items()
+            for g in row
+            if g not in before.buckets.get(b, ())
+        )
+        if self._num_pending_arms + new > self._max_pending_arms:
+            self.num_dropped += 1
+            return
+        self._num_pending_arms += new
+        group.pending = before.plus(learned)
+        if group.pending_since is None:
+            group.pending_since = now
+
+    def track(self, keys: Iterable[str]) -> None:
+        """Know of groups before anything is learned for them, so that they are read."""
+        for key in keys:
+            self._groups.setdefault(key, _Group())
+
+    def groups(self) -> list[str]:
+        """Keys of all groups."""
+        return list(self._groups)
+
+    def revision(self, key: str) -> int:
+        """Revision of the store's sums that this ledger has seen."""
+        return self._groups[key].revision
+
+    def in_flight(self, key: str) -> bool:
+        """Whether a flush was sent and not confirmed."""
+        return self._groups[key].flight is not None
+
+    def depart(self, key: str) -> tuple[int, Stats] | None:
+        """The flush to send now, with its number; None if the store lacks nothing."""
+        group = self._groups[key]
+        if group.flight is None:
+            if group.pending is NOTHING:
+                return None
+            group.number += 1
+            group.flight, group.flight_since = group.pending, group.pending_since
+            group.pending, group.pending_since = NOTHING, None
+            self._num_pending_arms -= _num_arms(group.flight)
+        return group.number, group.flight
+
+    def confirm(self, key: str, revision: int) -> bool:
+        """The store has the flight; returns whether somebody else wrote there too."""
+        group = self._groups[key]
+        assert group.flight is not None
+        group.snapshot = group.snapshot.plus(group.flight)
+        group.flight, group.flight_since = None, None
+        others = revision != group.revision + 1
+        if not others:
+            group.revision = revision
+        return others
+
+    def drop_flight(self, key: str) -> None:
+        """The store will never take the flight: it is known here only, and counted."""
+        group = self._groups[key]
+        assert group.flight is not None
+        group.lost = group.lost.plus(group.flight)
+        group.flight, group.flight_since = None, None
+        self.num_dropped += 1
+
+    def adopt(self, key: str, stored: Stats, revision: int) -> bool:
+        """Take over what the store holds; returns whether it holds less than it did.
+
+        Only between flights: with one under way it would be unknown whether it is in there.
+        """
+        group = self._groups[key]
+        assert group.flight is None
+        shrunk = revision < group.revision
+        if shrunk:
+            group.lost = group.lost.plus(_less(group.snapshot, stored))
+        group.snapshot, group.revision = stored, revision
+        group.total = stored.plus(group.lost).plus(group.pending)
+        return shrunk
+
+    def oldest(self) -> float | None:
+        """When the oldest sum that the store lacks was learned; None if it has all."""
+        ages = (t for g in self._groups.values() for t in (g.flight_since, g.pending_since))
+        return min((t for t in ages if t is not None), default=None)
+
+
+def _num_arms(stats: Stats) -> int:
+    return sum(len(arms) for arms in stats.buckets.values())
+
+
+def _less(more: Stats, less: Stats) -> Stats:
+    """What `more` has beyond `less`, never negative."""
+
+    def beyond(a: Iterable[float], b: Iterable[float]) -> list[float]:
+        return [max(0.0, x - y) for x, y in zip(a, b, strict=False)]
+
+    buckets = {}
+    for bucket, arms in more.buckets.items():
+        there = less.buckets.get(bucket, {})
+        left = {g: ArmSums(*beyond(sums, there.get(g, ArmSums()))) for g, sums in arms.items()}
+        buckets[bucket] = {g: sums for g, sums in left.items() if sums.steps > 0}
+    zeros = (0.0,) * len(more.reached)
+    return Stats(
+        buckets,
+        Totals(*beyond(more.totals, less.totals)),
+        tuple(beyond(more.reached, less.reached + zeros)),
+        tuple(beyond(more.accepted, less.accepted + zeros)),
+        {name: value - less.own.get(name, 0.0) for name, value in more.own.items()},
+    )

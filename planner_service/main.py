@@ -1,0 +1,106 @@
+"""`nightjar planner`: wires core, store and server together, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Sequence
+
+from nightjar import log
+from nightjar.config import parse
+from nightjar.errors import ConfigError, InvalidRequest
+from nightjar.rpc import Server, until_signalled
+from nightjar.v1 import planner_pb2_grpc
+from planner_service.config import PlannerConfig
+from planner_service.ledger import Ledger
+from planner_service.planner import Planner
+from planner_service.policies import BUILT_IN
+from planner_service.policies.policy import Registry
+from planner_service.server import PlannerServicer
+from planner_service.store import RedisStore, connect
+from planner_service.sync import Sync
+from planner_service.versions import EVERYONE, Book
+
+DESCRIPTION = """Run the planner: it learns how many draft tokens pay off and tells the workers.
+
+  nightjar planner --listen 127.0.0.1:7001 --store redis://localhost:6379/0
+
+It prints `listening on ADDRESS` once it serves."""
+
+
+def main(argv: Sequence[str], registry: Registry = BUILT_IN) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    config = parse(PlannerConfig, argv, prog="nightjar planner", description=DESCRIPTION)
+    log.configure("planner")
+    asyncio.run(serve(config, registry))
+    return 0
+
+
+async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: The store's URL, the first policy or the address is wrong.
+    """
+
+    def withdraw(version_id: str) -> None:
+        sync.withdraw(version_id)
+
+    incarnation = secrets.token_hex(6)
+    store = RedisStore(connect(config.store), incarnation) if config.store else None
+    planner = Planner(
+        registry=registry,
+        ledger=Ledger(stored=store is not None),
+        incarnation=incarnation,
+        rng=random.Random(),
+        clock=time.monotonic,
+        on_withdraw=withdraw,
+    )
+    sync = Sync(planner, store, first=first_book(config, planner), clock=time.monotonic)
+    servicer = PlannerServicer(planner, sync)
+    server = Server(config.listen, ["nightjar.v1.PlannerService"])
+    planner_pb2_grpc.add_PlannerServiceServicer_to_server(servicer, server.grpc)
+    await sync.start()
+    await server.start()
+    await server.set_ready(True)
+    background = asyncio.create_task(sync.run())
+    signalled = asyncio.create_task(until_signalled())
+    print(f"listening on {server.address}", flush=True)
+    try:
+        # Without a store the background has nothing to do and ends at once.
+        waited = {signalled, background} if store is not None else {signalled}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        servicer.close()
+        await server.stop(config.drain_timeout_s)
+        signalled.cancel()
+        background.cancel()
+        ended = await asyncio.gather(background, signalled, return_exceptions=True)
+        await sync.finish()
+    for result in ended:
+        if isinstance(result, Exception):
+            raise result
+
+
+def first_book(config: PlannerConfig, planner: Planner) -> Book:
+    """The versions of a store that has none yet.
+
+    Raises:
+        ConfigError: The policy or a parameter is wrong.
+    """
+    given = {}
+    for pair in config.policy_parameters:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"--policy-parameters={pair!r}: must be NAME=VALUE")
+        given[name] = value
+    spec = planner.registry.get(config.policy)
+    if spec is not None and any(parameter.name == "gamma_max" for parameter in spec.parameters):
+        given.setdefault("gamma_max", str(config.gamma_max))
+    try:
+        parameters = planner.prepare(config.policy, given, EVERYONE)
+    except InvalidRequest as error:
+        raise ConfigError(f"--policy={config.policy!r}: {error}") from None
+    return Book().activate(config.policy, parameters, EVERYONE, int(time.time() * 1000), "default")

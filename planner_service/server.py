@@ -1,0 +1,287 @@
+"""PlannerService over gRPC: messages in and out, streams, and who is told of what."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+from nightjar import log
+from nightjar.errors import InvalidRequest, UnknownName
+from nightjar.v1 import planner_pb2 as pb
+from nightjar.v1 import planner_pb2_grpc
+from planner_service import server_messages as read
+from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context
+from planner_service.planner import Decision, Planner, Stream
+from planner_service.sync import Sync
+from planner_service.versions import EVERYONE, Book, Scope, Version
+
+MAX_CLIENTS = 4096  # callers of SelectGamma whose sessions are remembered
+MAX_WATCHED = 1024  # decisions that a slow watcher may lag behind; older ones are dropped for it
+
+
+class _Worker:
+    """An open Plan stream: what it said last, and what it is still to be sent."""
+
+    def __init__(self, stream: Stream, max_gamma: int, max_batch_size: int) -> None:
+        self.stream = stream
+        self.max_gamma, self.max_batch_size = max_gamma, max_batch_size
+        self.last_ask: Context | None = None
+        self.num_bad_reports = 0
+
+
+Outbox = asyncio.Queue[pb.PlanResponse | Exception | None]
+
+
+class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
+    """Serves one `Planner`."""
+
+    def __init__(self, planner: Planner, sync: Sync) -> None:
+        self._planner = planner
+        self._sync = sync
+        self._workers: dict[Outbox, _Worker] = {}
+        self._sessions: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # of SelectGamma
+        self._watchers: dict[asyncio.Queue[pb.WatchDecisionsResponse | None], str] = {}
+        self._outboxes: set[Outbox] = set()
+        sync.on_book = self.push
+
+    # ---- workers -----------------------------------------------------------------------
+
+    async def Plan(
+        self, request_iterator: AsyncIterator[pb.PlanRequest], context: Any
+    ) -> AsyncIterator[pb.PlanResponse]:
+        """Reports in, decisions out; also unasked ones when another version decides."""
+        outbox: Outbox = asyncio.Queue()
+        self._outboxes.add(outbox)
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        try:
+            while (item := await outbox.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self._outboxes.discard(outbox)
+            self._workers.pop(outbox, None)
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[pb.PlanRequest], outbox: Outbox) -> None:
+        """Answer each message within the turn it arrives in."""
+        try:
+            async for request in requests:
+                worker = self._workers.get(outbox)
+                if worker is None:
+                    worker = self._workers[outbox] = self._greet(request)
+                elif request.HasField("hello"):
+                    raise InvalidRequest("hello", "only the first message introduces the worker")
+                self._learn(worker, request)
+                if request.HasField("ask"):
+                    limits = (worker.max_gamma, worker.max_batch_size)
+                    worker.last_ask = read.context(request.ask, "ask", *limits)
+                    outbox.put_nowait(self._answer(worker, worker.last_ask, request.session))
+            outbox.put_nowait(None)
+        except Exception as error:  # goes to the stream's own handler, which maps it to a status
+            outbox.put_nowait(error)
+        finally:
+            self._workers.pop(outbox, None)
+
+    def _greet(self, request: pb.PlanRequest) -> _Worker:
+        if not request.HasField("hello"):
+            raise InvalidRequest("hello", "the first message must introduce the worker")
+        hello = request.hello
+        if not hello.worker_id:
+            raise InvalidRequest("hello.worker_id", "must not be empty")
+        name = read.worker_id(hello.worker_id, "hello.worker_id")
+        profile = read.profile(hello.profile, "hello.profile")
+        limits = read.limits(hello)
+        self._planner.register(profile)
+        log.get().info("worker connected", worker=name, profile=profile.key)
+        return _Worker(Stream(profile, name), *limits)
+
+    def _learn(self, worker: _Worker, request: pb.PlanRequest) -> None:
+        """Learn from each report; a bad one is left out, so that the others still teach."""
+        if len(request.reports) > read.MAX_REPORTS:
+            raise InvalidRequest("reports", f"at most {read.MAX_REPORTS}")
+        for i, message in enumerate(request.reports):
+            try:
+                report = read.report(
+                    message, f"reports[{i}]", worker.max_gamma, worker.max_batch_size
+                )
+            except InvalidRequest as error:
+                worker.num_bad_reports += 1
+                if worker.num_bad_reports.bit_count() == 1:  # 1, 2, 4, ...: a log, not a flood
+                    log.get().warning(
+                        "report left out",
+                        worker=worker.stream.worker_id,
+                        reason=str(error),
+                        so_far=worker.num_bad_reports,
+                    )
+                continue
+            self._planner.learn(worker.stream, report)
+
+    def _answer(self, worker: _Worker, asked: Context, session: bytes) -> pb.PlanResponse:
+        decision = self._planner.decide(worker.stream, asked, session)
+        return pb.PlanResponse(decision=self._watched(decision, worker.stream))
+
+    def push(self) -> None:
+        """Decide anew for every open stream whose version is no longer the one that decides."""
+        for outbox, worker in list(self._workers.items()):
+            stream = worker.stream
+            deciding = self._planner.deciding_version(stream.profile.key, stream.worker_id)
+            if worker.last_ask is not None and stream.version != deciding:
+                outbox.put_nowait(self._answer(worker, worker.last_ask, b""))
+
+    def close(self) -> None:
+        """End every open stream, so that workers go to another replica at once."""
+        for outbox in self._outboxes:
+            outbox.put_nowait(None)
+        for queue in self._watchers:
+            while queue.full():
+                queue.get_nowait()
+            queue.put_nowait(None)
+
+    # ---- other clients -----------------------------------------------------------------
+
+    async def SelectGamma(
+        self, request: pb.SelectGammaRequest, context: Any
+    ) -> pb.SelectGammaResponse:
+        """Decide once; the session is the one sent, else the one remembered for the client."""
+        stream = self._client(request.profile, request.client_id)
+        asked = read.context(request.context, "context", MAX_GAMMA, 256)
+        if asked.batch_size > asked.max_batch_size:
+            asked = asked._replace(max_batch_size=MAX_BATCH_SIZE)
+        key = (stream.profile.key, stream.worker_id)
+        session = request.session or self._sessions.get(key, b"")
+        decision = self._planner.decide(stream, asked, session)
+        if stream.worker_id:
+            self._sessions[key] = decision.session
+            self._sessions.move_to_end(key)
+            if len(self._sessions) > MAX_CLIENTS:
+                self._sessions.popitem(last=False)
+        return pb.SelectGammaResponse(decision=self._watched(decision, stream))
+
+    async def ReportReward(
+        self, request: pb.ReportRewardRequest, context: Any
+    ) -> pb.ReportRewardResponse:
+        """Learn from all reports, or from none if one is bad."""
+        stream = self._client(request.profile, request.client_id)
+        if len(request.reports) > read.MAX_REPORTS:
+            raise InvalidRequest("reports", f"at most {read.MAX_REPORTS}")
+        reports = [
+            read.report(message, f"reports[{i}]", MAX_GAMMA, MAX_BATCH_SIZE)
+            for i, message in enumerate(request.reports)
+        ]
+        for report in reports:
+            self._planner.learn(stream, report)
+        return pb.ReportRewardResponse(num_accepted=len(reports))
+
+    def _client(self, message: pb.Profile, name: str) -> Stream:
+        profile = read.profile(message, "profile")
+        name = read.worker_id(name, "client_id")
+        self._planner.register(profile)
+        return Stream(profile, name)
+
+    # ---- operators ---------------------------------------------------------------------
+
+    async def ListPolicies(
+        self, request: pb.ListPoliciesRequest, context: Any
+    ) -> pb.ListPoliciesResponse:
+        """Policies, and the versions that touch a scope."""
+        scope, book = read.scope(request.scope), self._planner.book
+        versions = [
+            read.version_message(version, active=book.is_active(version))
+            for version in reversed(book.versions)
+            if scope == EVERYONE or version.scope.covers(scope) or scope.covers(version.scope)
+        ]
+        policies = [read.policy_message(spec) for spec in self._planner.registry.values()]
+        return pb.ListPoliciesResponse(policies=policies, versions=versions)
+
+    async def ActivatePolicy(
+        self, request: pb.ActivatePolicyRequest, context: Any
+    ) -> pb.ActivatePolicyResponse:
+        """Try a policy out and make it the one that decides in a scope."""
+        scope = self._known(read.scope(request.scope))
+        parameters = self._planner.prepare(request.name, read.parameters(request.parameters), scope)
+        now_ms, made = _now_ms(), list[Version]()
+
+        def change(book: Book) -> Book:
+            book = book.activate(request.name, parameters, scope, now_ms, "operator")
+            made[:] = book.versions[-1:]
+            return book
+
+        await self._sync.change(change)
+        log.get().info(
+            "version activated", version=made[0].id, parameters=parameters, scope=str(scope)
+        )
+        return pb.ActivatePolicyResponse(version=self._shown(made[0]))
+
+    async def RollbackPolicy(
+        self, request: pb.RollbackPolicyRequest, context: Any
+    ) -> pb.RollbackPolicyResponse:
+        """Go back to the version before."""
+        scope = self._known(read.scope(request.scope))
+        now_ms, restored = _now_ms(), list[Version]()
+
+        def change(book: Book) -> Book:
+            book, version = book.rollback(scope, now_ms)
+            restored[:] = [version]
+            return book
+
+        await self._sync.change(change)
+        log.get().info("version rolled back", version=restored[0].id, scope=str(scope))
+        return pb.RollbackPolicyResponse(version=self._shown(restored[0]))
+
+    async def GetPolicyState(
+        self, request: pb.GetPolicyStateRequest, context: Any
+    ) -> pb.GetPolicyStateResponse:
+        """The version that decides, what was learned, and how the store is."""
+        planner, key = self._planner, request.profile_key
+        self._known(Scope(profile_key=key))
+        deciding = planner.deciding_version(key, "")
+        versions = [version for version in planner.book.versions if version.id == deciding]
+        known = [p for p in planner.profiles.values() if key in ("", p.key)]
+        oldest = planner.ledger.oldest()
+        return pb.GetPolicyStateResponse(
+            version=self._shown(versions[0]) if versions else pb.PolicyVersion(version=deciding),
+            profiles=[read.profile_state(p, planner.stats(p.key)) for p in known],
+            store_connected=self._sync.connected,
+            num_dropped_updates=planner.ledger.num_dropped,
+            store_lag_ms=0 if oldest is None else int((time.monotonic() - oldest) * 1000),
+        )
+
+    async def WatchDecisions(
+        self, request: pb.WatchDecisionsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchDecisionsResponse]:
+        """Every decision from now on, in order; a slow reader misses the oldest ones."""
+        self._known(Scope(profile_key=request.profile_key))
+        queue: asyncio.Queue[pb.WatchDecisionsResponse | None] = asyncio.Queue(MAX_WATCHED)
+        self._watchers[queue] = request.profile_key
+        try:
+            while (item := await queue.get()) is not None:
+                yield item
+        finally:
+            self._watchers.pop(queue, None)
+
+    def _watched(self, decision: Decision, stream: Stream) -> pb.Decision:
+        message = read.decision_message(decision)
+        for queue, key in self._watchers.items():
+            if key in ("", stream.profile.key):
+                if queue.full():
+                    queue.get_nowait()
+                queue.put_nowait(read.watched_message(message, decision.context, stream, _now_ms()))
+        return message
+
+    def _known(self, scope: Scope) -> Scope:
+        if scope.profile_key and scope.profile_key not in self._planner.profiles:
+            raise UnknownName(
+                f"no profile {scope.profile_key[:64]!r}; `nightjar policy state` lists them"
+            )
+        return scope
+
+    def _shown(self, version: Version) -> pb.PolicyVersion:
+        return read.version_message(version, active=self._planner.book.is_active(version))
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,221 @@
+"""Between planner.proto's messages and the core's values; limits are checked on the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+from nightjar.errors import InvalidRequest, NotServed
+from nightjar.v1 import planner_pb2 as pb
+from planner_service.context import (
+    MAX_BATCH_SIZE,
+    MAX_GAMMA,
+    Context,
+    Outcome,
+    Profile,
+    check_range,
+    check_text,
+)
+from planner_service.planner import Decision, Report, Stream
+from planner_service.policies.policy import PolicySpec
+from planner_service.sums import Stats
+from planner_service.versions import Scope, Version
+
+MAX_REPORTS, MAX_WORKER_IDS, MAX_PARAMETERS = 1024, 256, 64
+
+
+def profile(message: pb.Profile, field: str) -> Profile:
+    """Read and check a profile."""
+    read = Profile(
+        target=message.target,
+        draft=message.draft,
+        proposer=message.proposer,
+        dtype=message.dtype,
+        device=message.device,
+        tensor_parallel_size=message.tensor_parallel_size,
+        engine=message.engine,
+    )
+    read.check(field)
+    return read
+
+
+def worker_id(text: str, field: str) -> str:
+    """Check a worker's or a client's name."""
+    check_text(field, text)
+    return text
+
+
+def limits(hello: pb.PlanHello) -> tuple[int, int]:
+    """Largest gamma and largest batch of a worker."""
+    check_range("hello.max_gamma", hello.max_gamma, 0, MAX_GAMMA)
+    check_range("hello.max_batch_size", hello.max_batch_size, 1, MAX_BATCH_SIZE)
+    return hello.max_gamma, hello.max_batch_size
+
+
+def context(message: pb.Context, field: str, max_gamma: int, max_batch_size: int) -> Context:
+    """Read and check a context."""
+    utilization = message.cpu_utilization
+    read = Context(
+        message.batch_size,
+        message.num_kv_tokens,
+        message.num_prefill_tokens,
+        message.num_waiting,
+        message.num_free_blocks,
+        message.max_stale_tokens,
+        message.sum_stale_tokens,
+        message.draft_resident,
+        # Measured over a short while, it may come out a little above 1.
+        utilization if not utilization > 1 or math.isinf(utilization) else 1.0,
+        message.feasible_max_gamma,
+        max_gamma,
+        max_batch_size,
+    )
+    read.check(field)
+    return read
+
+
+def report(message: pb.StepReport, field: str, max_gamma: int, max_batch_size: int) -> Report:
+    """Read and check a report."""
+    outcome = Outcome(
+        message.num_steps,
+        message.num_timed_steps,
+        message.step_us,
+        message.num_timed_emitted,
+        message.num_timed_rows,
+        message.num_emitted,
+        message.num_prefill_tokens,
+        message.catch_up_us,
+        message.num_catch_up_tokens,
+        message.draft_prefill_us,
+        tuple(message.reached[: MAX_GAMMA + 1]),
+        tuple(message.accepted[: MAX_GAMMA + 1]),
+    )
+    outcome.check(field, message.gamma)
+    check_text(f"{field}.decision_id", message.decision_id)
+    ran = context(message.context, f"{field}.context", max_gamma, max_batch_size)
+    return Report(ran, message.gamma, message.decision_id, outcome)
+
+
+def scope(message: pb.PolicyScope) -> Scope:
+    """Read and check a scope."""
+    share = message.canary_share
+    if not 0 <= share <= 1:
+        raise InvalidRequest("scope.canary_share", f"must lie in [0, 1], got {share:g}")
+    if 0 < share < 1:
+        raise NotServed("scope.canary_share", "not served by this version; only 0 and 1 (all) are")
+    check_text("scope.profile_key", message.profile_key)
+    if len(message.worker_ids) > MAX_WORKER_IDS:
+        raise InvalidRequest("scope.worker_ids", f"at most {MAX_WORKER_IDS} workers")
+    for i, name in enumerate(message.worker_ids):
+        check_text(f"scope.worker_ids[{i}]", name)
+        if not name:
+            raise InvalidRequest(f"scope.worker_ids[{i}]", "must not be empty")
+    workers = tuple(sorted(set(message.worker_ids)))
+    return Scope(profile_key=message.profile_key, worker_ids=workers)
+
+
+def parameters(message: Mapping[str, str]) -> dict[str, str]:
+    """Check the size of parameters; the policy checks the rest."""
+    if len(message) > MAX_PARAMETERS:
+        raise InvalidRequest("parameters", f"at most {MAX_PARAMETERS}")
+    return dict(message)
+
+
+def decision_message(decision: Decision) -> pb.Decision:
+    """A decision to send."""
+    choice, bucket = decision.choice, decision.context.bucket
+    message = pb.Decision(
+        decision_id=decision.decision_id,
+        policy_version=decision.version,
+        bucket=bucket,
+        hold_steps=choice.hold_steps,
+        explored=choice.explored,
+        propensity=choice.propensity,
+        session=decision.session,
+    )
+    message.grid.CopyFrom(_grid(decision.context.max_batch_size))
+    own = (choice.gamma, choice.exploit_gamma)
+    row = message.table.add
+    row(bucket=bucket, gamma=own[0], exploit_gamma=own[1])
+    for other, (gamma, exploit_gamma) in choice.table.items():
+        if other != bucket:
+            row(bucket=other, gamma=gamma, exploit_gamma=exploit_gamma)
+    return message
+
+
+def watched_message(
+    decision: pb.Decision, asked: Context, stream: Stream, now_ms: int
+) -> pb.WatchDecisionsResponse:
+    """A decision for those who watch."""
+    known = [name for name in Context._fields if name in pb.Context.DESCRIPTOR.fields_by_name]
+    return pb.WatchDecisionsResponse(
+        decision=decision,
+        context=pb.Context(**{name: getattr(asked, name) for name in known}),
+        worker_id=stream.worker_id,
+        profile_key=stream.profile.key,
+        decided_at_ms=now_ms,
+    )
+
+
+@lru_cache(maxsize=64)
+def _grid(max_batch_size: int) -> pb.BucketGrid:
+    """One bucket a batch size: the bucket of a batch is its size."""
+    return pb.BucketGrid(batch_size_edges=range(1, max_batch_size + 1))
+
+
+def version_message(version: Version, *, active: bool) -> pb.PolicyVersion:
+    """A version to show."""
+    return pb.PolicyVersion(
+        version=version.id,
+        name=version.name,
+        parameters=version.parameters,
+        scope=pb.PolicyScope(
+            profile_key=version.scope.profile_key, worker_ids=version.scope.worker_ids
+        ),
+        activated_at_ms=version.activated_at_ms,
+        reason=version.reason,
+        active=active,
+    )
+
+
+def policy_message(spec: PolicySpec) -> pb.PolicyInfo:
+    """A policy to show, with its parameters' ranges in words."""
+    return pb.PolicyInfo(
+        name=spec.name,
+        summary=spec.summary,
+        parameters=[
+            pb.PolicyParameter(
+                name=parameter.name,
+                default_value=str(parameter.default),
+                description=f"{parameter.help} ({parameter.allowed})",
+            )
+            for parameter in spec.parameters
+        ],
+    )
+
+
+def profile_state(known: Profile, stats: Stats) -> pb.ProfileState:
+    """What was learned for a profile."""
+    arms = [
+        pb.ArmState(
+            bucket=bucket,
+            gamma=gamma,
+            num_steps=round(sums.steps),
+            seconds_per_token=sums.seconds_per_token(),
+            mean_tokens_per_step=sums.emitted / sums.rows if sums.rows else 0.0,
+        )
+        for bucket, row in sorted(stats.buckets.items())
+        for gamma, sums in sorted(row.items())
+    ]
+    totals = stats.totals
+    pairs = zip(stats.reached, stats.accepted, strict=False)
+    return pb.ProfileState(
+        profile_key=known.key,
+        profile=pb.Profile(**known.as_dict()),  # type: ignore[arg-type]
+        arms=arms,
+        acceptance_by_position=[accepted / reached for reached, accepted in pairs if reached > 0],
+        catch_up_us_per_token=stats.catch_up_us_per_token,
+        num_steps=round(totals.steps),
+        untimed_share=1 - totals.timed_steps / totals.steps if totals.steps > 0 else 0.0,
+    )

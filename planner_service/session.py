@@ -1,0 +1,79 @@
+"""What a policy remembers of one worker's stream; it travels in the decision as opaque bytes.
+
+So any replica can go on with a bin. What comes back was out of our hands: bytes that are not
+what we sent give a fresh session, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA
+
+MAX_BYTES = 64 * 1024
+MAX_BUCKETS = 256  # most recently decided buckets that a session keeps
+MAX_NUMBERS = 16  # a policy may keep per bucket
+MAX_HOLD = 2**20
+
+Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """State of one stream; the meaning of the numbers is the policy's own."""
+
+    previous_gamma: int = 0
+    numbers: Mapping[int, Numbers] = field(default_factory=dict)  # by bucket
+    ran: Mapping[int, int] = field(default_factory=dict)  # steps by bucket since the last select
+
+    def after_steps(self, bucket: int, num_steps: int) -> Session:
+        """The session once the worker ran these steps."""
+        return replace(self, ran={**self.ran, bucket: self.ran.get(bucket, 0) + num_steps})
+
+
+def pack(session: Session, version: str, bucket: int, hold_steps: int) -> bytes:
+    """Bytes of a session that goes out with a decision for `bucket`."""
+    kept = list(session.numbers.items())[-MAX_BUCKETS:]
+    body = [version, session.previous_gamma, bucket, hold_steps, kept]
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def unpack(data: bytes, version: str) -> Session:
+    """Read a session back.
+
+    Its worker asks because the hold is over, so the decision's steps count as run. Of another
+    version only the previous gamma remains.
+    """
+    try:
+        if not 0 < len(data) <= MAX_BYTES:
+            return Session()
+        sent_version, previous, bucket, hold, rows = json.loads(data)
+        _whole(previous, MAX_GAMMA)
+        _whole(bucket, MAX_BATCH_SIZE)
+        _whole(hold, MAX_HOLD)
+        if sent_version != version:
+            return Session(previous)
+        if len(rows) > MAX_BUCKETS:
+            return Session()
+        numbers = {_whole(at, MAX_BATCH_SIZE): _numbers(values) for at, values in rows}
+    except (ValueError, TypeError, RecursionError):
+        return Session()
+    return Session(previous, numbers, {bucket: hold} if bucket in numbers else {})
+
+
+def _whole(value: object, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError
+    return value
+
+
+def _numbers(values: object) -> Numbers:
+    if not isinstance(values, list) or len(values) > MAX_NUMBERS:
+        raise ValueError
+    for value in values:
+        if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e15:
+            raise ValueError
+    return tuple(values)

@@ -1,0 +1,229 @@
+"""The store: sums and versions in Redis or Valkey, each write exactly once.
+
+Keys, with a hash tag so that a script's keys share a slot of a cluster:
+
+    nightjar:{GROUP}:sums           hash: a sum by name, and `revision`, raised by each flush
+    nightjar:{GROUP}:flushed:WHO    number of the last flush of one process; ends after a week
+    nightjar:{GROUP}:profile        JSON of the profile, for groups of times
+    nightjar:profiles               set of the profiles' groups
+    nightjar:policy                 hash: `book` (JSON of all versions) and `revision`
+
+Changes of the book are also published on nightjar:policy:changed, which is only a hint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
+
+from nightjar.errors import ConfigError
+
+SOCKET_TIMEOUT_S, CONNECT_TIMEOUT_S, HINT_WAIT_S = 2.0, 1.0, 1.0
+FLUSH_MARK_S = 7 * 24 * 3600
+BOOK, CHANGED, PROFILES = "nightjar:policy", "nightjar:policy:changed", "nightjar:profiles"
+SENTINEL = "redis+sentinel"
+SCHEMES = ("redis", "rediss", "unix", SENTINEL)
+# Renamed here because redis-py knows only its own.
+ALIASES = {
+    "valkey": "redis",
+    "valkeys": "rediss",
+    "valkey+unix": "unix",
+    "redis+unix": "unix",
+    "valkey+sentinel": SENTINEL,
+}
+
+# KEYS: sums, mark. ARGV: number of the flush, seconds that the mark lives, name, sum, ...
+# Returns the revision. A flush that was applied is not applied again. The mark comes first: if
+# a sum cannot be added to, the rest of the flush is lost rather than the start counted twice.
+FLUSH = """
+local last = tonumber(redis.call('GET', KEYS[2]) or '0')
+if tonumber(ARGV[1]) <= last then
+  return tonumber(redis.call('HGET', KEYS[1], 'revision') or '0')
+end
+redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2])
+local revision = redis.call('HINCRBY', KEYS[1], 'revision', 1)
+for i = 3, #ARGV, 2 do
+  redis.call('HINCRBYFLOAT', KEYS[1], ARGV[i], ARGV[i + 1])
+end
+return revision
+"""
+
+# KEYS: book. ARGV: revision it must have, new text, channel of the hint. Returns 1 if swapped.
+SWAP_BOOK = """
+local revision = tonumber(redis.call('HGET', KEYS[1], 'revision') or '0')
+if revision ~= tonumber(ARGV[1]) then
+  return 0
+end
+redis.call('HSET', KEYS[1], 'book', ARGV[2], 'revision', revision + 1)
+redis.call('PUBLISH', ARGV[3], revision + 1)
+return 1
+"""
+
+StoreError = (RedisError, OSError)
+
+
+class Refused(Exception):
+    """The store will never take this write: what is there is not ours."""
+
+
+def connect(url: str) -> redis.Redis:
+    """A client for a URL; it connects on first use.
+
+    Its own retries are off: it would send a script again whose reply came late.
+
+    Raises:
+        ConfigError: The URL is not one of a store.
+    """
+    scheme, separator, rest = url.partition("://")
+    scheme = ALIASES.get(scheme, scheme)
+    if not separator or not rest or scheme not in SCHEMES:
+        raise ConfigError(
+            f"--store={url!r}: must be redis://, rediss://, unix:// (valkey:// likewise) or "
+            f"{SENTINEL}://HOST:PORT,HOST:PORT/NAME; empty keeps what is learned in memory"
+        )
+    options: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "retry": Retry(NoBackoff(), 0),
+        "decode_responses": True,
+    }
+    try:
+        if scheme == SENTINEL:
+            return _by_sentinel(rest, options)
+        return redis.Redis.from_url(f"{scheme}://{rest}", **options)
+    except ValueError as error:
+        raise ConfigError(f"--store={url!r}: {error}") from None
+
+
+def _by_sentinel(rest: str, options: dict[str, Any]) -> redis.Redis:
+    """A client that asks sentinels for the master, again whenever the connection is lost."""
+    hosts, _, name = rest.partition("/")
+    parts = [urlsplit(f"//{host}") for host in hosts.rpartition("@")[2].split(",")]
+    if not name or not all(part.hostname for part in parts):
+        raise ValueError("needs HOST:PORT,HOST:PORT/NAME")
+    access = urlsplit(f"//{hosts.rpartition('@')[0]}@x") if "@" in hosts else None
+    if access:
+        options |= {"username": access.username or None, "password": access.password}
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        [(str(part.hostname), part.port or 26379) for part in parts],
+        sentinel_kwargs={k: v for k, v in options.items() if k not in ("username", "password")},
+        **options,
+    )
+    return cast(redis.Redis, sentinel.master_for(name))
+
+
+class RedisStore:
+    """Reads and writes; every method raises one of `StoreError` if the store is away."""
+
+    def __init__(self, client: redis.Redis, incarnation: str) -> None:
+        self._client = client
+        self._incarnation = incarnation
+        # Script objects send the digest and load the text when the store does not know it.
+        self._flush = client.register_script(FLUSH)
+        self._swap_book = client.register_script(SWAP_BOOK)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def reconnect(self, error: BaseException) -> None:
+        """Drop the connections where the server was demoted, so that the next one is asked for."""
+        if isinstance(error, ReadOnlyError):
+            await self._client.connection_pool.disconnect()
+
+    async def flush(self, group: str, number: int, sums: Mapping[str, float]) -> int:
+        """Add sums; the same number of the same process never counts twice.
+
+        Returns:
+            The revision of the group's sums.
+
+        Raises:
+            Refused: The store's value cannot be added to.
+        """
+        arguments: list[str | int] = [number, FLUSH_MARK_S]
+        for name, value in sums.items():
+            arguments += [name, repr(value)]
+        keys = [f"nightjar:{{{group}}}:sums", f"nightjar:{{{group}}}:flushed:{self._incarnation}"]
+        try:
+            return int(await self._flush(keys, arguments))
+        except ResponseError as error:
+            if "WRONGTYPE" in str(error) or "not a float" in str(error) or "NaN" in str(error):
+                raise Refused(str(error)) from None
+            raise
+
+    async def revisions(self, groups: Sequence[str]) -> list[int]:
+        """Revision of each group's sums; 0 where there are none."""
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for group in groups:
+                pipeline.hget(f"nightjar:{{{group}}}:sums", "revision")
+            return [_whole(value) for value in await pipeline.execute()]
+
+    async def read(self, group: str) -> tuple[dict[str, float], int]:
+        """Sums by name, those that are no numbers left out, and their revision."""
+        row = await _await(self._client.hgetall(f"nightjar:{{{group}}}:sums"))
+        revision = _whole(row.pop("revision", None))
+        sums = {}
+        for name, text in row.items():
+            try:
+                value = float(text)
+            except ValueError:
+                continue
+            if math.isfinite(value):
+                sums[name] = value
+        return sums, revision
+
+    async def read_book(self) -> tuple[str | None, int]:
+        """Text of the versions, None if there is none, and its revision."""
+        book, revision = await _await(self._client.hmget(BOOK, ["book", "revision"]))
+        return book, _whole(revision)
+
+    async def swap_book(self, revision: int, text: str) -> bool:
+        """Replace the versions if they still have this revision."""
+        return bool(await self._swap_book([BOOK], [revision, text, CHANGED]))
+
+    async def profiles(self) -> list[dict[str, Any]]:
+        """Fields of every profile known."""
+        groups = sorted(await _await(self._client.smembers(PROFILES)))
+        if not groups:
+            return []
+        found = []
+        for text in await self._client.mget([f"nightjar:{{{g}}}:profile" for g in groups]):
+            try:
+                found.append(dict(json.loads(text or "")))
+            except (ValueError, TypeError):
+                continue
+        return found
+
+    async def put_profile(self, group: str, profile: Mapping[str, object]) -> None:
+        """Remember a profile."""
+        await self._client.set(f"nightjar:{{{group}}}:profile", json.dumps(profile))
+        await _await(self._client.sadd(PROFILES, group))
+
+    async def hints(self) -> AsyncIterator[None]:
+        """Yield whenever another process says that it changed the versions, until it fails."""
+        async with self._client.pubsub() as pubsub:
+            await pubsub.subscribe(CHANGED)
+            while True:
+                message = await pubsub.get_message(
+                    ignore_subscribe_messages=True, timeout=HINT_WAIT_S
+                )
+                if message is not None:
+                    yield
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else 0
+
+
+async def _await(value: Any) -> Any:
+    """redis-py types its asyncio calls as either; here they are always awaitable."""
+    return await value

@@ -1,0 +1,203 @@
+"""What was learned: sums over steps, additive in any order, with the means that policies read.
+
+A report covers several steps of one bucket and gamma. The paper's mean of per-step ratios is
+therefore a mean of per-report ratios, weighted by the report's timed steps; it equals the
+paper's where reports hold one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import add
+from typing import Literal, NamedTuple
+
+from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context, Outcome
+
+Estimator = Literal["ratio_of_sums", "mean_of_ratios"]
+
+
+class ArmSums(NamedTuple):
+    """Timed steps of one bucket and gamma."""
+
+    steps: float = 0
+    step_us: float = 0
+    emitted: float = 0
+    rows: float = 0
+    ratio_us: float = 0  # sum over reports of (microseconds per token per request) * steps
+    ratio_steps: float = 0  # steps of the reports that had a ratio: those that emitted a token
+
+    def seconds_per_token(self, estimator: Estimator = "ratio_of_sums") -> float:
+        """Seconds per token per request, the loss; infinite where nothing was emitted."""
+        if estimator == "mean_of_ratios":
+            return self.ratio_us / self.ratio_steps / 1e6 if self.ratio_steps > 0 else math.inf
+        if self.emitted <= 0:
+            return math.inf
+        return self.step_us * self.rows / self.steps / self.emitted / 1e6
+
+
+class Totals(NamedTuple):
+    """Sums over all buckets and gammas of a profile."""
+
+    steps: float = 0
+    timed_steps: float = 0
+    emitted: float = 0
+    catch_up_us: float = 0
+    catch_up_tokens: float = 0
+    draft_prefill_us: float = 0
+
+
+_NO_ARM, _NO_TOTALS = ArmSums(), Totals()
+Bucket = Mapping[int, ArmSums]  # by gamma
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Everything that policies learn from; never changed in place.
+
+    `own` holds further sums that a policy keeps for itself, by "policy/name".
+    """
+
+    buckets: Mapping[int, Bucket] = field(default_factory=dict)
+    totals: Totals = _NO_TOTALS
+    reached: tuple[float, ...] = ()  # by draft position
+    accepted: tuple[float, ...] = ()
+    own: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def catch_up_us_per_token(self) -> float:
+        """Mean switching cost per stale token, in microseconds; 0 until it was measured."""
+        tokens = self.totals.catch_up_tokens
+        return self.totals.catch_up_us / tokens if tokens > 0 else 0.0
+
+    @property
+    def draft_prefill_us_per_token(self) -> float:
+        """Draft prefill per delivered token, in microseconds.
+
+        Spread over all tokens, since a prompt is prefilled once however gamma changes. While
+        gamma is mostly 0 this is too low, never too high: too high would never be corrected.
+        """
+        emitted = self.totals.emitted
+        return self.totals.draft_prefill_us / emitted if emitted > 0 else 0.0
+
+    def visits(self, bucket: int) -> int:
+        """Timed steps of a bucket, over all gammas."""
+        return int(sum(arm.steps for arm in self.buckets.get(bucket, {}).values()))
+
+    def plus(self, other: Stats) -> Stats:
+        """The sum of both."""
+        buckets = dict(self.buckets)
+        for bucket, arms in other.buckets.items():
+            merged = dict(buckets.get(bucket, {}))
+            for gamma, sums in arms.items():
+                merged[gamma] = ArmSums(*map(add, merged.get(gamma, _NO_ARM), sums))
+            buckets[bucket] = merged
+        own = self.own
+        if other.own:
+            own = {n: self.own.get(n, 0) + other.own.get(n, 0) for n in {*self.own, *other.own}}
+        return Stats(
+            buckets,
+            Totals(*map(add, self.totals, other.totals)),
+            _add(self.reached, other.reached),
+            _add(self.accepted, other.accepted),
+            own,
+        )
+
+    def only_acceptance(self) -> Stats:
+        """The part that belongs to the pair of models."""
+        return Stats(reached=self.reached, accepted=self.accepted)
+
+    def only_time(self) -> Stats:
+        """The part that belongs to the profile."""
+        return Stats(self.buckets, self.totals, own=self.own)
+
+    def with_acceptance(self, other: Stats) -> Stats:
+        """This profile's part joined with the models' part."""
+        return Stats(self.buckets, self.totals, other.reached, other.accepted, self.own)
+
+    def fields(self) -> dict[str, float]:
+        """All sums that are not zero, by name; `from_fields` is the inverse."""
+        named = [
+            (f"arm:{bucket}:{gamma}:{name}", value)
+            for bucket, arms in self.buckets.items()
+            for gamma, sums in arms.items()
+            for name, value in zip(ArmSums._fields, sums, strict=True)
+        ]
+        named += [(f"total:{n}", v) for n, v in zip(Totals._fields, self.totals, strict=True)]
+        named += [(f"reached:{i}", v) for i, v in enumerate(self.reached)]
+        named += [(f"accepted:{i}", v) for i, v in enumerate(self.accepted)]
+        named += [(f"own:{name}", value) for name, value in self.own.items()]
+        return {name: value for name, value in named if value != 0}
+
+
+NOTHING = Stats()
+
+
+def observe(stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
+    """Add the sums of some steps; steps that could not have speculated teach nothing."""
+    if context.feasible_max_gamma == 0:
+        return stats
+    buckets: dict[int, Bucket] = {}
+    steps, rows, emitted = (
+        outcome.num_timed_steps,
+        outcome.num_timed_rows,
+        outcome.num_timed_emitted,
+    )
+    if steps:
+        ratio_us = outcome.step_us * rows / emitted if emitted else 0.0
+        ratio_steps = steps if emitted else 0
+        arm = ArmSums(steps, outcome.step_us, emitted, rows, ratio_us, ratio_steps)
+        buckets[context.bucket] = {gamma: arm}
+    totals = Totals(
+        outcome.num_steps,
+        steps,
+        outcome.num_emitted,
+        outcome.catch_up_us,
+        outcome.num_catch_up_tokens,
+        outcome.draft_prefill_us,
+    )
+    seen = Stats(buckets, totals, outcome.reached, outcome.accepted)
+    return seen if stats is NOTHING else stats.plus(seen)
+
+
+def from_fields(fields: Iterable[tuple[str, float]]) -> tuple[Stats, int]:
+    """Read sums back; returns them and how many fields were not understood."""
+    buckets: dict[int, dict[int, dict[str, float]]] = {}
+    totals: dict[str, float] = {}
+    positions = {"reached": [0.0] * MAX_GAMMA, "accepted": [0.0] * MAX_GAMMA}
+    own: dict[str, float] = {}
+    num_unknown = 0
+    for name, value in fields:
+        match name.split(":", 3):
+            case ["arm", bucket, gamma, part] if (
+                part in ArmSums._fields
+                and _index(bucket, MAX_BATCH_SIZE)
+                and _index(gamma, MAX_GAMMA)
+            ):
+                buckets.setdefault(int(bucket), {}).setdefault(int(gamma), {})[part] = value
+            case ["total", part] if part in Totals._fields:
+                totals[part] = value
+            case ["reached" | "accepted" as kind, i] if _index(i, MAX_GAMMA - 1):
+                positions[kind][int(i)] = value
+            case ["own", *parts]:
+                own[":".join(parts)] = value
+            case _:
+                num_unknown += 1
+    arms = {b: {g: ArmSums(**sums) for g, sums in row.items()} for b, row in buckets.items()}
+    # An arm without steps is what a torn record leaves; its means would divide by zero.
+    kept = {b: {g: s for g, s in row.items() if s.steps > 0} for b, row in arms.items()}
+    stats = Stats(
+        kept, Totals(**totals), tuple(positions["reached"]), tuple(positions["accepted"]), own
+    )
+    return stats, num_unknown
+
+
+def _index(text: str, most: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 6 and int(text) <= most
+
+
+def _add(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
+    if len(left) < len(right):
+        left, right = right, left
+    return tuple(a + b for a, b in zip(left, right, strict=False)) + left[len(right) :]

@@ -1,0 +1,284 @@
+"""Keeps memory and store together in the background; nothing that decides waits for it.
+
+Everything happens in one task, one thing after the other, so that a flush and a read of the
+same sums never overlap. While the store is away the planner goes on from memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable
+
+from nightjar import log
+from nightjar.errors import InvalidRequest, NightjarError, Overloaded, Unavailable
+from planner_service.context import Profile
+from planner_service.planner import Planner
+from planner_service.store import RedisStore, Refused, StoreError
+from planner_service.sums import from_fields
+from planner_service.versions import Book, Change, from_json, to_json
+
+FLUSH_INTERVAL_S = 0.25
+BOOK_INTERVAL_S = 0.5
+MERGE_INTERVAL_S = 2.0
+MAX_BACKOFF_S = 2.0
+CHANGE_TIMEOUT_S = 1.0
+LAST_FLUSH_TIMEOUT_S = 2.0
+MAX_PENDING_CHANGES = 64
+
+
+class Sync:
+    """Carries sums and versions between a planner and its store; without a store, only versions.
+
+    `first` is the book where there is none; `on_book` is told of every change.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        store: RedisStore | None,
+        *,
+        first: Book,
+        on_book: Callable[[], None] = lambda: None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._planner = planner
+        self._store = store
+        self._clock = clock
+        self._base = first  # the versions as last seen in the store
+        self.on_book = on_book
+        self.connected = False
+        self._changes: list[Change] = []  # made here, not yet in the store
+        self._book_revision = -1
+        self._known_profiles: set[str] = set()
+        self._lock = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._said_away = False
+
+    async def start(self) -> None:
+        """Read everything back; without the store, begin from nothing and say so."""
+        self._use(self._base)
+        if self._store is None:
+            log.get().warning("no store is configured: what is learned stays in memory")
+            return
+        try:
+            async with self._lock, asyncio.timeout(CHANGE_TIMEOUT_S):
+                await self._sync_book()
+        except (*StoreError, TimeoutError) as error:
+            self._away(error)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                await self._attempt(self._read_everything)
+
+    async def run(self) -> None:
+        """Flush, poll and merge until cancelled."""
+        if self._store is None:
+            return
+        listener = asyncio.create_task(self._listen())
+        next_book = next_merge = 0.0
+        backoff = FLUSH_INTERVAL_S
+        was_connected = self.connected
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), backoff)
+                    next_book = 0.0
+                self._wake.clear()
+                if self.connected and not was_connected:
+                    await self._attempt(self._read_everything)
+                was_connected = self.connected
+                await self._attempt(self._flush)
+                if self._clock() >= next_book:
+                    await self._attempt(self._sync_book)
+                    next_book = self._clock() + BOOK_INTERVAL_S
+                if self._clock() >= next_merge:
+                    await self._attempt(self._merge)
+                    next_merge = self._clock() + MERGE_INTERVAL_S
+                backoff = FLUSH_INTERVAL_S if self.connected else min(2 * backoff, MAX_BACKOFF_S)
+        finally:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """Write what is left, for a short while, and close; `run` must have ended."""
+        if self._store is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_FLUSH_TIMEOUT_S):
+                await self._attempt(self._flush)
+        await self._store.close()
+
+    async def change(self, change: Change) -> None:
+        """Change the versions, here at once and in the store; without it, once it is back.
+
+        Raises:
+            NightjarError: What `change` raises.
+            Unavailable: The store has been away for too many changes.
+        """
+        change = _once(change)
+        if self._store is not None and self.connected:
+            with contextlib.suppress(*StoreError, TimeoutError):
+                async with asyncio.timeout(CHANGE_TIMEOUT_S), self._lock:
+                    await self._sync_book(change)
+                    return
+        if self._store is not None:
+            if len(self._changes) >= MAX_PENDING_CHANGES:
+                raise Unavailable("the store is away, and too many changes wait for it")
+            self._use(change(self._planner.book))
+            self._changes.append(change)
+        else:
+            self._use(change(self._planner.book))
+
+    def withdraw(self, version_id: str) -> None:
+        """Have a failed version withdrawn for all replicas; here it already is."""
+        if self._store is not None:
+            self._changes.append(lambda book: book.withdraw(version_id))
+            self._wake.set()
+        # Not now: whoever found the fault is in the middle of a decision.
+        asyncio.get_running_loop().call_soon(self.on_book)
+
+    async def _attempt(self, action: Callable[[], Awaitable[None]]) -> None:
+        assert self._store is not None
+        try:
+            async with self._lock:
+                await action()
+        except StoreError as error:
+            self._away(error)
+            with contextlib.suppress(*StoreError):
+                await self._store.reconnect(error)
+
+    async def _flush(self) -> None:
+        assert self._store is not None
+        ledger = self._planner.ledger
+        for key, profile in list(self._planner.profiles.items()):
+            if key not in self._known_profiles:
+                await self._store.put_profile(key, profile.as_dict())
+                self._known_profiles.add(key)
+        for key in ledger.groups():
+            if (departing := ledger.depart(key)) is None:
+                continue
+            number, sums = departing
+            try:
+                revision = await self._store.flush(key, number, sums.fields())
+            except Refused as error:
+                ledger.drop_flight(key)
+                log.get().error(
+                    "the store refused sums; they stay in memory", group=key, reason=str(error)
+                )
+                continue
+            if ledger.confirm(key, revision):
+                await self._read(key)
+        self._here()
+
+    async def _merge(self) -> None:
+        """Take over what other replicas wrote."""
+        assert self._store is not None
+        ledger = self._planner.ledger
+        keys = ledger.groups()
+        for key, revision in zip(keys, await self._store.revisions(keys), strict=True):
+            if revision != ledger.revision(key) and not ledger.in_flight(key):
+                await self._read(key)
+
+    async def _read(self, key: str) -> None:
+        assert self._store is not None
+        fields, revision = await self._store.read(key)
+        stats, num_unknown = from_fields(fields.items())
+        if num_unknown:
+            log.get().warning(
+                "the store holds sums that are not ours", group=key, fields=num_unknown
+            )
+        if self._planner.ledger.adopt(key, stats, revision):
+            log.get().error(
+                "the store lost sums; this planner goes on with what it knows", group=key
+            )
+
+    async def _read_everything(self) -> None:
+        assert self._store is not None
+        self._known_profiles.clear()
+        for fields in await self._store.profiles():
+            try:
+                profile = Profile(**fields)
+                profile.check("profile")
+                self._planner.register(profile)
+                self._known_profiles.add(profile.key)
+            except (TypeError, AttributeError, InvalidRequest) as error:
+                log.get().warning("the store holds a profile that is not ours", reason=str(error))
+            except Overloaded:
+                break
+        await self._merge()
+        self._here()
+
+    async def _sync_book(self, change: Change | None = None) -> None:
+        """Bring the versions here and in the store to one state, `change` included."""
+        assert self._store is not None
+        for _ in range(10):
+            text, revision = await self._store.read_book()
+            if revision == self._book_revision and not self._changes and change is None:
+                return
+            stored = self._parsed(text)
+            # A store that lost its versions gets them back.
+            book = stored if stored is not None and stored.versions else self._base
+            pending = [*self._changes, *([change] if change else [])]
+            for waiting in pending:
+                try:
+                    book = waiting(book)
+                except NightjarError:
+                    if waiting is change:
+                        raise
+                    # Possible when it was made, not any more: another replica was first.
+            if book == stored or await self._store.swap_book(revision, to_json(book)):
+                self._book_revision = revision + (book != stored)
+                self._changes = [waiting for waiting in self._changes if waiting not in pending]
+                self._base = book
+                self._use(book)
+                self._here()
+                return
+        raise TimeoutError("the versions changed too often")
+
+    @staticmethod
+    def _parsed(text: str | None) -> Book | None:
+        try:
+            return None if text is None else from_json(text)
+        except ValueError as error:
+            log.get().error(
+                "the store's versions are unreadable; they are replaced", reason=str(error)
+            )
+            return None
+
+    def _use(self, book: Book) -> None:
+        if book != self._planner.book:
+            self._planner.set_book(book)
+            self.on_book()
+
+    async def _listen(self) -> None:
+        assert self._store is not None
+        while True:
+            with contextlib.suppress(*StoreError):
+                async for _ in self._store.hints():
+                    self._wake.set()
+            await asyncio.sleep(MAX_BACKOFF_S)
+
+    def _here(self) -> None:
+        if not self.connected:
+            log.get().info("the store answers")
+        self.connected, self._said_away = True, False
+
+    def _away(self, error: BaseException) -> None:
+        if not self._said_away:
+            log.get().warning(
+                "the store is away; decisions go on from memory",
+                reason=f"{type(error).__name__}: {error}",
+            )
+        self.connected, self._said_away = False, True
+
+
+def _once(change: Change) -> Change:
+    """The change, made once however often it is tried: a reply from the store may be lost."""
+    token = uuid.uuid4().hex
+
+    def changed(book: Book) -> Book:
+        return book if token in book.changes else change(book).marked(token)
+
+    return changed
