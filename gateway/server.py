@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
+from grpc_status import rpc_status
 
 from gateway.dispatch import Dispatcher
-from gateway.worker_client import WorkerFailed, to_metadata
+from gateway.worker_client import WorkerFailed
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc
 
@@ -33,4 +34,5 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 async for response in responses:
                     yield response
         except WorkerFailed as failure:
-            await context.abort(failure.code, failure.status.message, to_metadata(failure.status))
+            raised = rpc_status.to_status(failure.status)
+            await context.abort(raised.code, raised.details, raised.trailing_metadata)

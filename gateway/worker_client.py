@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 
 import grpc
 from google.rpc import status_pb2
-from grpc_status import rpc_status
 
 from nightjar import rpc
 from nightjar.v1 import generation_pb2 as pb
@@ -93,8 +92,3 @@ def _failure(error: grpc.aio.AioRpcError) -> WorkerFailed:
         code, message = grpc.StatusCode.UNAVAILABLE, "the worker was lost"
     status = status_pb2.Status(code=code.value[0], message=message)
     return WorkerFailed(code, status, lost=lost)
-
-
-def to_metadata(status: status_pb2.Status) -> grpc.aio.Metadata:
-    """Trailing metadata that carries a status's details."""
-    return grpc.aio.Metadata(*rpc_status.to_status(status).trailing_metadata)

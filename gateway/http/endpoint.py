@@ -77,7 +77,7 @@ class _Exchange:
                     async with aclosing(self._chunks(first, responses)) as chunks:
                         async for chunk in chunks:
                             await send(_event(chunk))
-                    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+                    await send(_data(b"[DONE]"))
                 else:
                     text = [self._answer.take(first)] if first else []
                     text += [self._answer.take(response) async for response in responses]
@@ -135,8 +135,11 @@ class _Exchange:
 
 
 def _event(content: dict[str, Any]) -> dict[str, Any]:
-    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    body = f"data: {data}\n\n".encode()
+    return _data(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode())
+
+
+def _data(content: bytes) -> dict[str, Any]:
+    body = b"data: " + content + b"\n\n"
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 

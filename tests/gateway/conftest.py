@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import grpc
 import httpx
 import openai
 import pytest
-from fake_worker import FakeWorker, until
+import pytest_asyncio
+from conditions import until
+from fake_worker import FakeWorker
 
 from gateway.config import GatewayConfig
 from gateway.main import Gateway
@@ -35,6 +38,23 @@ class Served:
         await self.gateway.stop()
 
 
+async def start_gateway(*workers: FakeWorker, ready: bool = True, **flags: object) -> Served:
+    """Start a gateway over workers; unless told otherwise, all are ready when it returns."""
+    values = {"probe_interval_ms": 20, "drain_timeout_s": 2.0, **flags}
+    config = GatewayConfig(
+        grpc_listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        workers=tuple(worker.address for worker in workers),
+        **values,  # type: ignore[arg-type]
+    )
+    gateway = Gateway(config)
+    await gateway.start()
+    if ready:
+        found = gateway.registry.workers.values()
+        await until(lambda: not any(worker.not_ready for worker in found), "all workers ready")
+    return Served(gateway)
+
+
 @pytest.fixture
 async def make_worker() -> AsyncIterator[Callable[..., Awaitable[FakeWorker]]]:
     """Start scripted workers; they end with the test."""
@@ -54,27 +74,34 @@ async def make_worker() -> AsyncIterator[Callable[..., Awaitable[FakeWorker]]]:
 async def make_gateway(
     make_worker: Callable[..., Awaitable[FakeWorker]],
 ) -> AsyncIterator[Callable[..., Awaitable[Served]]]:
-    """Start gateways over workers; each is ready, unless told otherwise, when it is returned."""
+    """Start gateways over workers; they end with the test, before the workers."""
     started: list[Served] = []
 
-    async def make(*workers: FakeWorker, ready: bool = True, **flags: object) -> Served:
-        values = {"probe_interval_ms": 20, "drain_timeout_s": 2.0, **flags}
-        config = GatewayConfig(
-            grpc_listen="127.0.0.1:0",
-            http_listen="127.0.0.1:0",
-            workers=tuple(worker.address for worker in workers),
-            **values,  # type: ignore[arg-type]
-        )
-        gateway = Gateway(config)
-        await gateway.start()
-        started.append(Served(gateway))
-        if ready:
-            await until(lambda: not any(w.not_ready for w in gateway.registry.workers.values()))
+    async def make(*workers: FakeWorker, **flags: object) -> Served:
+        started.append(await start_gateway(*workers, **flags))  # type: ignore[arg-type]
         return started[-1]
 
     yield make
     for served in started:
         await served.close()
+
+
+@pytest.fixture(autouse=True)
+def no_broken_exchange(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No test may leave the HTTP server with an exception of the application."""
+    yield
+    records = [record for record in caplog.get_records("call") if record.name == "uvicorn.error"]
+    assert [record for record in records if record.levelno >= logging.ERROR] == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[tuple[Served, FakeWorker]]:
+    """A gateway over one scripted worker, for a module of tests that leave it as it was."""
+    worker = await FakeWorker().start()
+    served = await start_gateway(worker)
+    yield served, worker
+    await served.close()
+    await worker.kill()
 
 
 @pytest.fixture
@@ -84,8 +111,6 @@ async def worker(make_worker: Callable[..., Awaitable[FakeWorker]]) -> FakeWorke
 
 
 @pytest.fixture
-async def served(
-    worker: FakeWorker, make_gateway: Callable[..., Awaitable[Served]]
-) -> Served:
+async def served(worker: FakeWorker, make_gateway: Callable[..., Awaitable[Served]]) -> Served:
     """A gateway over that worker."""
     return await make_gateway(worker)

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from fake_worker import CONTEXT, FakeWorker, words
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture
+def served(shared: Any) -> Any:
+    """The module's gateway."""
+    return shared[0]
+
+
+@pytest.fixture
+def worker(shared: Any) -> Iterator[FakeWorker]:
+    """The module's worker, without a history; tests that pause it let it go again."""
+    worker = shared[1]
+    worker.requests.clear()
+    yield worker
+    worker.pause_after = -1
+    worker.resume.clear()
+
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -44,7 +64,7 @@ async def test_chat_without_a_limit_gets_the_context(served: Any) -> None:
 
 
 async def test_chat_streamed(served: Any) -> None:
-    """The chunks of a chat: the role once, the text in order, one finish reason, no usage unasked."""
+    """Chunks of a chat: the role once, the text in order, one finish reason, no usage unasked."""
     stream = await served.openai.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=5, stream=True
     )

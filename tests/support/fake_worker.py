@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +17,6 @@ from nightjar.validation import Limits, check_length, validate
 
 CONTEXT, VOCABULARY = 256, 300
 SERVICES = ["nightjar.v1.GenerationService", "nightjar.v1.WorkerService"]
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    """Return when `condition` holds; fail the test if it does not within `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.005)
 
 
 def words(num_tokens: int) -> str:
@@ -48,10 +39,12 @@ class FakeWorker:
     late_error: Exception | None = None
     pause_after: int = -1  # tokens after which the answer waits for `resume`; -1: never
     start_first: bool = True  # facts of admission in a message of their own
+    padding: str = ""  # added to the text of every message
     probe_delay_s: float = 0.0
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     remaining: list[float | None] = field(default_factory=list)  # deadlines, in seconds left
     num_active: int = 0
+    num_sent: int = 0  # messages with tokens that the transport took
     num_cancelled: int = 0
     address: str = "127.0.0.1:0"
 
@@ -67,7 +60,9 @@ class FakeWorker:
     async def start(self) -> FakeWorker:
         """Serve; on the same address again after `kill`."""
         self._server = rpc.Server(self.address, SERVICES)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(_Generation(self), self._server.grpc)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            _Generation(self), self._server.grpc
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(self), self._server.grpc)
         await self._server.start()
         self.address = self._server.address
@@ -125,12 +120,13 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
                 await worker.resume.wait()
             ids = list(range(done, min(done + 2, num_tokens)))
             response = pb.GenerateResponse(
-                token_ids=[i % VOCABULARY for i in ids], text="".join(f" w{i}" for i in ids)
+                token_ids=[i % VOCABULARY for i in ids],
+                text="".join(f" w{i}" for i in ids) + worker.padding,
             )
             if done == 0 and not worker.start_first:
                 response.start.CopyFrom(start)
             yield response
-            await asyncio.sleep(0)
+            worker.num_sent += 1
         steps = (num_tokens + 1) // 2
         usage = pb.Usage(
             num_prompt_tokens=prompt,
