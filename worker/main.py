@@ -12,7 +12,7 @@ from nightjar.config import parse, to_argv
 from nightjar.v1 import generation_pb2_grpc, worker_pb2_grpc
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
-from worker.front.engine_process import engine_command
+from worker.front.engine_process import engine_command, remove_left_files
 from worker.front.reconnect import first_of
 from worker.front.state import WorkerState
 from worker.memory_client import MemoryClient
@@ -51,7 +51,11 @@ async def serve(config: WorkerConfig, command: Sequence[str]) -> int:
     Raises:
         NightjarError: The address cannot be bound, or the engine cannot serve.
     """
-    engine = EngineClient(command, stream_interval_ms=config.stream_interval_ms)
+    engine = EngineClient(
+        command,
+        stream_interval_ms=config.stream_interval_ms,
+        progress_timeout_s=config.progress_timeout_s,
+    )
     state = WorkerState(config, engine)
     server = rpc.Server(config.listen, SERVICES)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
@@ -81,6 +85,7 @@ async def serve(config: WorkerConfig, command: Sequence[str]) -> int:
         await asyncio.gather(*background, return_exceptions=True)
         await server.set_ready(False)
         await engine.stop(ENGINE_EXIT_S)
+        remove_left_files(config.shm_dir, engine.pid)
         await server.stop(CALL_EXIT_S)
 
 

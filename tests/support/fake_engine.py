@@ -31,6 +31,7 @@ VOCAB_SIZE, MAX_MODEL_LEN = 320, 512
 
 
 def main() -> int:
+    """Run until told to stop; returns the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
     parser.add_argument("--log", required=True)

@@ -40,10 +40,12 @@ class EngineClient:
         command: Sequence[str],
         *,
         stream_interval_ms: int,
+        progress_timeout_s: float,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._process = EngineProcess(command, self._received)
+        self._progress_timeout_s = progress_timeout_s
         self._interval_s = stream_interval_ms / 1000
         self._max_unread_tokens = max_unread_tokens
         self._ids = itertools.count(1)
@@ -75,13 +77,15 @@ class EngineClient:
         return await asyncio.shield(self._process.gone)
 
     async def stop(self, timeout_s: float) -> None:
-        """Shut the engine down, give it `timeout_s` to leave, and remove what it leaves."""
+        """Shut the engine down.
+
+        It gets `timeout_s` to leave; one that does not listen, since it still loads or hangs,
+        gets a signal instead.
+        """
+        listens = self.responsive
         self._stopping = True
         self.send(Shutdown())
-        await self._process.end(timeout_s)
-        pool = None if self.ready is None else self.ready.pool
-        if pool is not None:
-            self._process.remove_files([pool.arena_path, pool.image_path])
+        await self._process.end(timeout_s if listens else 0.2)
 
     # ---- state ----
 
@@ -104,6 +108,15 @@ class EngineClient:
     def gone(self) -> bool:
         """Whether the engine's process has ended or hung up."""
         return self._process.gone.done()
+
+    @property
+    def responsive(self) -> bool:
+        """Whether it serves and has spoken lately.
+
+        While a step runs the engine cannot speak, so silence is judged by the longest step that
+        is still healthy, `progress_timeout_s`, not by its idle heartbeat of 200 ms.
+        """
+        return self.serving and self.progress_age_s < self._progress_timeout_s
 
     @property
     def num_requests(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -69,13 +68,6 @@ class EngineProcess:
             self._stop_listening()
         return None if process is None else process.returncode
 
-    def remove_files(self, paths: Sequence[str]) -> None:
-        """Unlink shared-memory files that a killed engine has left; call it after `end`."""
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-                log.get().warning("removed what the engine left behind", path=path)
-
     async def _reap(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
         for number, patience_s in ((None, timeout_s), (signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
             if number is not None and process.returncode is None:
@@ -120,6 +112,13 @@ class _Refused(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
+
+
+def remove_left_files(shm_dir: str, engine_pid: int) -> None:
+    """Unlink the shared-memory files of an engine that was killed before it could."""
+    for path in Path(shm_dir).glob(f"nightjar-{engine_pid}-*"):
+        path.unlink(missing_ok=True)
+        log.get().warning("removed what the engine left behind", path=str(path))
 
 
 def engine_command(flags: Sequence[str]) -> list[str]:

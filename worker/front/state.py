@@ -37,17 +37,8 @@ class WorkerState:
 
     @property
     def serving(self) -> bool:
-        """Whether a request that came now would be answered.
-
-        While a step runs the engine cannot speak, so silence is judged by the longest step
-        that is still healthy, `progress_timeout_s`, not by its idle heartbeat of 200 ms.
-        """
-        return (
-            self.engine.serving
-            and self.tokenizer is not None
-            and not self.admission.draining
-            and self.engine.progress_age_s < self.config.progress_timeout_s
-        )
+        """Whether a request that came now would be answered."""
+        return self.engine.responsive and self.tokenizer is not None and not self.admission.draining
 
     def limits(self) -> tuple[Limits, Tokenizer]:
         """What a request may hold, and the tokenizer to read it with.

@@ -80,7 +80,7 @@ async def test_every_form_of_prompt_reaches_the_engine(front: FrontMaker) -> Non
     async with front() as worker:
         ids = pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[70, 71]))
         ids.sampling.max_tokens = 2
-        assert [*(await answer(worker, ids))[-1:]][0].usage.num_completion_tokens == 2
+        assert (await answer(worker, ids))[-1].usage.num_completion_tokens == 2
         chat = pb.GenerateRequest()
         chat.chat.messages.add(role="user", content="hello")
         chat.sampling.max_tokens = 1
@@ -353,7 +353,7 @@ async def test_streams_are_joined_under_load_alone(front: FrontMaker) -> None:
             assert len(pieces[0].token_ids) < 10  # the first token waits for nothing
 
 
-async def test_the_front_loads_no_torch() -> None:
+def test_the_front_loads_no_torch() -> None:
     """Importing the worker's front leaves torch out."""
     code = "import sys, worker.main; print('torch' in sys.modules, 'transformers' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
