@@ -18,17 +18,11 @@ from nightjar.v1 import (
 from worker.front.admission import Ticket
 from worker.front.state import WorkerState
 from worker.front.streams import TokenStream
+from worker.memory_client import RESIDENCIES
 from worker.messages import Finished, RowUsage, SamplingParams, Status
 from worker.text.detokenizer import Detokenizer
 from worker.text.tokenizer import Tokenizer
 
-RESIDENCIES = {
-    "none": worker_pb2.DRAFT_RESIDENCY_UNSPECIFIED,
-    "resident": worker_pb2.DRAFT_RESIDENCY_RESIDENT,
-    "offloading": worker_pb2.DRAFT_RESIDENCY_OFFLOADING,
-    "offloaded": worker_pb2.DRAFT_RESIDENCY_OFFLOADED,
-    "reloading": worker_pb2.DRAFT_RESIDENCY_RELOADING,
-}
 FINISH_REASONS = {
     "stop": generation_pb2.FINISH_REASON_STOP,
     "length": generation_pb2.FINISH_REASON_LENGTH,

@@ -47,7 +47,7 @@ class Worker:
 
 @contextmanager
 def worker_of(tiny: Any, folder: Path, *flags: str) -> Iterator[Worker]:
-    """A worker with gamma 3, a pool of 64 blocks in `folder`, and no agent at its agent's address."""
+    """A worker with gamma 3 and a pool of 64 blocks; nobody answers at its agent's address."""
     shm = folder / "shm"
     shm.mkdir()
     command = Command(
