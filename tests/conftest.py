@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from store_server import StoreServer
 
-
-@dataclass(frozen=True)
-class TinyModels:
-    """Folders of a tiny target and two of its drafts; the target itself is the third."""
-
-    target: Path
-    noisy: Path
-    random: Path
+if TYPE_CHECKING:
+    from tiny import TinyModels
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     """A tiny target, a noisy copy and other weights, with one tokenizer."""
-    from tiny import tiny_folder
+    from tiny import TinyModels, tiny_folder  # only here: it loads torch
 
     root = tmp_path_factory.mktemp("tiny")
     return TinyModels(*(tiny_folder(root, kind) for kind in ("target", "noisy", "random")))

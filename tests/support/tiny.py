@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,15 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """Folders of a tiny target and two of its drafts; the target itself is the third."""
+
+    target: Path
+    noisy: Path
+    random: Path
 
 
 def tiny_folder(

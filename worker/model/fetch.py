@@ -119,6 +119,10 @@ def _check_folder(folder: Path, name: str, *, needs_tokenizer: bool) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     lacks = [] if (folder / "config.json").is_file() else ["config.json"]
     lacks += [] if weights else ["*.safetensors (other weight formats are not loaded)"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(_read_json(index).get("weight_map", {}).values())
+        lacks += sorted(named - {path.name for path in weights})
     if needs_tokenizer and not (folder / "tokenizer.json").is_file():
         lacks.append("tokenizer.json")
     if lacks:
@@ -166,7 +170,9 @@ def _from_hub(name: str, cache_dir: Path, progress: Progress) -> Path:
     hub = cache_dir / "hub"
     try:
         folder = _watched(
-            lambda: snapshot_download(name, cache_dir=hub, allow_patterns=_HUB_FILES),
+            lambda: snapshot_download(
+                name, cache_dir=hub, allow_patterns=_HUB_FILES, ignore_patterns="*/*"
+            ),
             lambda: progress("download", f"{name}: {_megabytes(hub)} MB in {hub}"),
         )
     except HFValidationError as error:

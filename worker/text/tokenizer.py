@@ -14,7 +14,7 @@ from nightjar.errors import ConfigError, InvalidRequest
 from worker.text.chat_template import ChatTemplate
 
 # Decoders whose text of a token depends on nothing but the token and on being the first one.
-_DECODERS = {"ByteLevel", "Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"}
+_DECODERS = {"Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -41,12 +41,15 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
         kinds = _decoder_kinds(backend)
-        if unknown := kinds - _DECODERS:
+        if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+            self._byte_level: dict[str, int] | None = _byte_alphabet()
+        elif unknown := kinds - _DECODERS:
             raise ConfigError(f"tokenizer.json: the decoder {min(unknown)} is not supported")
-        self._byte_level = _byte_alphabet() if "ByteLevel" in kinds else None
+        else:
+            self._byte_level = None
         self._byte_fallback = "ByteFallback" in kinds
         self._bytes: dict[int, bytes] = {}  # of a token after another one
-        self._anchor = next(i for i in self._vocabulary if self._backend.decode([i]).isalnum())
+        self._anchor = 0 if self._byte_level else _ordinary_token(backend, self._vocabulary)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -169,6 +172,13 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
         raise ConfigError("tokenizer.json: it has no decoder")
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return {part["type"] for part in parts}
+
+
+def _ordinary_token(backend: tokenizers.Tokenizer, vocabulary: dict[int, str]) -> int:
+    for token_id in sorted(vocabulary):
+        if backend.decode([token_id]).isalnum():
+            return token_id
+    raise ConfigError("tokenizer.json: it has no token of letters")
 
 
 def _byte_alphabet() -> dict[str, int]:
