@@ -156,6 +156,20 @@ async def test_at_most_three_workers_are_tried(make_worker: Any, make_gateway: A
     assert response.json()["error"]["message"] == "the queue is full"
 
 
+async def test_a_single_worker_speaks_for_itself(worker: FakeWorker, served: Any) -> None:
+    """Where there is no other worker, the client reads why this one declined."""
+    worker.error = Unavailable("the worker is draining")
+    error = await failure(served.grpc.Generate(request()))
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "the worker is draining",
+    )
+    response = await served.http.post(COMPLETION, json=body())
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "the worker is draining"
+    assert len(worker.requests) == 2
+
+
 async def test_a_request_that_breaks_an_engine_is_not_carried_on(
     make_worker: Any, make_gateway: Any
 ) -> None:

@@ -1,0 +1,55 @@
+"""Whatever JSON comes, it becomes a request that the validator accepts, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gateway.http.errors import render
+from gateway.http.schema import ChatBody, CompletionBody, parse
+from nightjar.errors import InvalidRequest, NotServed
+from nightjar.v1 import generation_pb2 as pb
+from nightjar.validation import Limits, validate
+
+NAMES = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "best_of", "echo", "other"})
+# Texts without lone surrogates: the JSON reader refuses those, which test_bad_input shows.
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+NUMBERS = st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 2**64, -1, 0, 1])
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "max_gamma", "text", "1"]), inner)
+    ),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "x"]), "content": TEXTS})
+)
+BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4)
+LIMITS = Limits(model="tiny", vocab_size=300, max_model_len=256)
+
+
+@pytest.mark.parametrize("route", ["chat", "completion"])
+@given(BODIES, MESSAGES, TEXTS)
+@settings(max_examples=300, deadline=None, derandomize=True)
+@example({"temperature": math.nan, "logit_bias": {"1": math.inf}}, [], "a")
+def test_any_body_is_a_request_or_a_refusal(
+    route: Any, fields: dict[str, Any], messages: list[Any], prompt: str
+) -> None:
+    """No body raises anything but a refusal that names a field; the rest goes over the wire."""
+    body = {"messages": messages} if route == "chat" else {"prompt": prompt}
+    body.update({name: value for name, value in fields.items() if value is not None})
+    try:
+        request = parse(route, body, "").request
+        assert pb.GenerateRequest.FromString(request.SerializeToString()).ByteSize() > 0
+        validate(request, LIMITS)
+    except (InvalidRequest, NotServed) as error:
+        status, content, _ = render(error)
+        assert status in (400, 501)
+        assert content["error"]["param"]
+        assert content["error"]["message"]
