@@ -1,0 +1,118 @@
+"""`nightjar chat`: talks to a running system over gRPC and shows what speculation did."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from nightjar.config import at_least, option, parse
+from nightjar.errors import NightjarError, Unavailable
+from nightjar.v1 import generation_pb2 as pb
+from nightjar.v1 import generation_pb2_grpc as rpc
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Whom to ask, and how."""
+
+    gateway: str = option("", "gRPC address; empty finds the `nightjar up` of this user")
+    prompt: str = option("", "ask this and exit", check=bool, limit="some text")
+    system: str = option("", "instructions placed before the conversation")
+    max_tokens: int = at_least(1, 256, "most tokens of an answer")
+    temperature: float = option(0.0, "0 is greedy; checked by the server")
+    run_dir: str = option("~/.cache/nightjar/run", "where `nightjar up` notes its addresses")
+
+
+def find_gateway(run_dir: str) -> str:
+    """The gateway's gRPC address that `nightjar up` noted.
+
+    Raises:
+        Unavailable: No system is noted there.
+    """
+    path = Path(run_dir).expanduser() / "addresses.json"
+    try:
+        return str(json.loads(path.read_text())["gateway_grpc"])
+    except (OSError, ValueError, KeyError):
+        raise Unavailable(
+            f"no running system is noted in {path}: start one with `nightjar up`, or give --gateway"
+        ) from None
+
+
+def statistics(usage: pb.Usage, elapsed_s: float) -> str:
+    """One line on what an answer cost: rate, acceptance, and the gammas its steps ran with."""
+    accepted, drafted = usage.num_accepted_tokens, usage.num_draft_tokens
+    drafts = sum(usage.gamma_histogram[1:])  # steps that verified a draft
+    rate = f"{accepted / drafted:.0%}" if drafted else "none"
+    length = f"{1 + accepted / drafts:.2f}" if drafts else "none"
+    gammas = " ".join(f"{g}:{n}" for g, n in enumerate(usage.gamma_histogram) if n) or "none"
+    return (
+        f"[{usage.num_completion_tokens} tokens, {usage.num_completion_tokens / elapsed_s:.1f} "
+        f"tokens/s, acceptance {rate} ({accepted} of {drafted}), mean accepted length {length}, "
+        f"steps by gamma {gammas}, policy {usage.policy_version or 'none'}]"
+    )
+
+
+def ask(stub: rpc.GenerationServiceStub, messages: list[pb.ChatMessage], config: ChatConfig) -> str:
+    """Stream one answer to standard output, then its statistics; returns the answer.
+
+    Raises:
+        NightjarError: The server refused, failed or is gone; says which in a sentence.
+    """
+    sampling = pb.SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
+    request = pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages), sampling=sampling)
+    began, text, call = time.monotonic(), "", stub.Generate(request)
+    try:
+        for response in call:
+            text += response.text
+            print(response.text, end="", flush=True)
+            if response.HasField("usage"):
+                print(f"\n{statistics(response.usage, time.monotonic() - began)}", flush=True)
+    except grpc.RpcError as error:
+        raise NightjarError(f"{error.code().name}: {error.details()}") from None
+    finally:
+        call.cancel()
+    return text
+
+
+def main(argv: Sequence[str]) -> int:
+    """Ask once with --prompt; otherwise hold a conversation, kept until its end."""
+    config = parse(ChatConfig, argv, prog="nightjar chat", description=str(__doc__))
+    messages = [pb.ChatMessage(role="system", content=config.system)] if config.system else []
+    channel = grpc.insecure_channel(config.gateway or find_gateway(config.run_dir))
+    with channel:
+        stub = rpc.GenerationServiceStub(channel)
+        if config.prompt:
+            ask(stub, [*messages, _user(config.prompt)], config)
+            return 0
+        while (line := _read_line()) is not None:
+            turn = [*messages, _user(line)]
+            try:
+                answer = ask(stub, turn, config)
+            except NightjarError as error:
+                print(f"\n{error}", file=sys.stderr)
+            except KeyboardInterrupt:
+                print("\n[stopped; this turn is forgotten]")
+            else:
+                messages = [*turn, pb.ChatMessage(role="assistant", content=answer)]
+    return 0
+
+
+def _user(text: str) -> pb.ChatMessage:
+    """A user's message; bytes of the terminal that are no text become question marks."""
+    return pb.ChatMessage(role="user", content=text.encode(errors="replace").decode())
+
+
+def _read_line() -> str | None:
+    """The next line that says something; None at the end of the input."""
+    try:
+        while not (line := input("> " if sys.stdin.isatty() else "").strip()):
+            pass
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return line
