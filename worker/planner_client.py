@@ -107,7 +107,7 @@ class PlannerClient:
         self._unanswered = None
         message = decision_message(decision, self._max_gamma)
         if message is None:
-            log.get().warning("ignored a decision out of range", decision_id=decision.decision_id)
+            log.get().warning("ignored a senseless decision", decision_id=decision.decision_id)
             return
         self._grid = BucketGrid(message.batch_size_edges, message.kv_token_edges)
         self._to_engine(message)
@@ -165,10 +165,12 @@ def context_proto(context: Context) -> planner_pb2.Context:
 
 
 def decision_message(decision: planner_pb2.Decision, max_gamma: int) -> Decision | None:
-    """A decision for the engine; None if it holds a gamma out of [0, max_gamma] or no hold."""
-    table = {row.bucket: (row.gamma, row.exploit_gamma) for row in decision.table}
-    gammas = [gamma for pair in table.values() for gamma in pair]
-    in_range = all(0 <= gamma <= max_gamma for gamma in gammas)
+    """A decision for the engine, its gammas cut to `max_gamma`; None if it makes no sense."""
+    in_range = all(row.gamma >= 0 and row.exploit_gamma >= 0 for row in decision.table)
+    table = {
+        row.bucket: (min(row.gamma, max_gamma), min(row.exploit_gamma, max_gamma))
+        for row in decision.table
+    }
     edges = (tuple(decision.grid.batch_size_edges), tuple(decision.grid.kv_token_edges))
     ascending = all(list(each) == sorted(set(each)) for each in edges)
     if not (decision.decision_id and in_range and ascending and decision.hold_steps >= 1):
