@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from fake_forward import FakeForward, Kind

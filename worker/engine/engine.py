@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import psutil
@@ -64,7 +63,7 @@ class Engine:
         *,
         max_model_len: int,
         vocab_size: int,
-        eos_token_ids: Seq[int],
+        eos_token_ids: Iterable[int],
         stop_detector: Callable[[tuple[str, ...]], StopDetector],
         clock: Clock = time.monotonic,
     ) -> None:
@@ -87,8 +86,8 @@ class Engine:
         self.planner = planner
         self.memory = memory
         self.channel = channel
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._stop_detector = stop_detector
         self._clock = clock
@@ -170,13 +169,13 @@ class Engine:
             message.request_id,
             prompt,
             params,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             max_gamma=self.scheduler.drafting.max_gamma,
             eos_token_ids=self._eos_token_ids,
             stop_detector=self._stop_detector(params.stop) if params.stop else None,
         )
-        if prompt and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            error = f"prompt token ids must lie in [0, {self._vocab_size})"
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            error = f"prompt token ids must lie in [0, {self.vocab_size})"
             refused: Finished | None = Finished(
                 request_id=message.request_id, reason="error", usage=sequence.usage(), error=error
             )

@@ -1,0 +1,188 @@
+"""`python -m worker.engine.main`: the engine's process, started by the front and dying with it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from nightjar import log
+from nightjar.config import parse
+from nightjar.errors import ConfigError, EngineFailure, NightjarError
+from worker.channel import ChannelError, EngineChannel
+from worker.config import WorkerConfig
+from worker.messages import Progress, Ready, Shutdown, StartFailed
+
+if TYPE_CHECKING:
+    from worker.engine.engine import Engine
+    from worker.model.build import Models
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an engine; returns the exit status: 0 after `Shutdown`, 1 if it failed.
+
+    Raises:
+        ConfigError: A flag or a variable is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="worker.engine.main", add_help=False, allow_abbrev=False)
+    parser.add_argument("--socket", required=True)
+    own, flags = parser.parse_known_args(argv)
+    config = parse(
+        WorkerConfig,
+        flags,
+        prog="worker.engine.main",
+        description="The engine process of `nightjar worker`, which starts it.",
+    )
+    log.configure("engine")
+    return run_engine(config, own.socket)
+
+
+def run_engine(config: WorkerConfig, socket_path: str) -> int:
+    """Connect to the front, load, serve; returns the exit status."""
+    _die_with_parent()
+    signal.signal(signal.SIGTERM, _leave)
+    channel = EngineChannel(socket_path)
+    models: Models | None = None
+    try:
+        try:
+            models, engine, ready = start(config, channel)
+        except Exception as error:
+            known = isinstance(error, NightjarError)
+            if not known:
+                log.get().error("the engine could not start", exc_info=error)
+            kind = type(error).__name__ if known else EngineFailure.__name__
+            message = str(error) if known else f"{type(error).__name__}: {error}"
+            channel.send(StartFailed(kind=kind, message=message))
+            return 1
+        channel.send(ready)
+        # What is alive now stays alive: collections need not visit it in mid-step.
+        gc.collect()
+        gc.freeze()
+        engine.run()
+    except (ChannelError, EngineFailure) as error:
+        log.get().error("the engine stops", reason=str(error))
+        return 1
+    finally:
+        if models is not None:
+            models.close()
+        channel.close()
+    return 0
+
+
+def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine, Ready]:
+    """Resolve folders, build models and engine, telling the front what takes long.
+
+    Raises:
+        NightjarError: This configuration or this model cannot be served.
+    """
+    from worker.engine.assembly import assemble, check_config
+    from worker.model.build import build_models
+    from worker.text.detokenizer import Detokenizer
+    from worker.text.tokenizer import Tokenizer
+
+    check_config(config)
+    num_threads = _set_threads(config.num_threads)
+    progress = _progress(channel)
+    target, draft = _folders(config, progress)
+    tokenizer = Tokenizer.load(target)
+    models = build_models(config, target, draft, progress)
+    try:
+        engine = assemble(
+            config,
+            models,
+            channel,
+            vocab_size=tokenizer.vocab_size,
+            stop_detector=lambda stop: Detokenizer(tokenizer, stop),
+            num_threads=num_threads,
+        )
+    except BaseException:
+        models.close()
+        raise
+    ready = Ready(
+        engine_pid=os.getpid(),
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        dtype=models.dtype,
+        device=config.device,
+        max_gamma=engine.scheduler.drafting.max_gamma,
+        max_batch_size=config.max_num_seqs,
+        proposer=config.proposer,
+        target_identity=models.target_identity,
+        draft_identity=models.draft_identity,
+        arithmetic=models.arithmetic,
+        arithmetic_reason=models.arithmetic_reason,
+        fingerprint=models.fingerprint,
+        build=models.build,
+        pool=models.pool,
+    )
+    return models, engine, ready
+
+
+def _folders(
+    config: WorkerConfig, progress: Callable[[str, str], None]
+) -> tuple[Path, Path | None]:
+    """Folders of target and draft, whose vocabularies agree; None without a draft model."""
+    from worker.model.fetch import (
+        cache_folder,
+        check_vocabularies,
+        default_draft,
+        resolve_draft,
+        resolve_model,
+    )
+
+    cache = cache_folder(config.cache_dir)
+    target = resolve_model(config.model, cache, progress)
+    draft: Path | None = None
+    if config.proposer == "draft_model":
+        given = resolve_draft(config.draft, cache, progress) if config.draft else None
+        draft = given or default_draft(config.model)
+        if draft is None:
+            raise ConfigError(
+                f"--draft: {config.model!r} has no draft of its own; name one, or choose "
+                "--proposer=ngram or --proposer=none"
+            )
+    check_vocabularies(target, draft)
+    return target, draft
+
+
+def _progress(channel: EngineChannel) -> Callable[[str, str], None]:
+    def progress(stage: str, detail: str = "") -> None:
+        channel.send(Progress(stage=stage, detail=detail))
+        if any(isinstance(message, Shutdown) for message in channel.poll(0)):
+            sys.exit(0)  # asked to stop, or left alone, before it was ready
+
+    return progress
+
+
+def _set_threads(num_threads: int) -> int:
+    import torch
+
+    num_threads = num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def _die_with_parent() -> None:
+    """Get SIGTERM when the front is gone, however it went; a closed socket says so too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _leave(_number: int, _frame: object) -> NoReturn:
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as config_error:
+        sys.stderr.write(f"error: {config_error}\n")
+        sys.exit(2)
