@@ -114,11 +114,21 @@ def _checked(request: Any) -> Any:
     return request
 
 
+async def _abort_unless_cancelled(context: Any) -> None:
+    """End a call in which only something inner was cancelled; gRPC would send no status, ever."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        await context.abort(grpc.StatusCode.ABORTED, "the call was cancelled inside the service")
+
+
 def _guard_unary(behaviour: Any) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         try:
             return await behaviour(_checked(request), context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError:
+            await _abort_unless_cancelled(context)
             raise
         except Exception as error:
             await abort(context, error)
@@ -131,7 +141,10 @@ def _guard_stream(behaviour: Any) -> Any:
         try:
             async for response in behaviour(_checked(request), context):
                 yield response
-        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+        except (grpc.aio.AbortError, GeneratorExit):
+            raise
+        except asyncio.CancelledError:
+            await _abort_unless_cancelled(context)
             raise
         except Exception as error:
             await abort(context, error)

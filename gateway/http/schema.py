@@ -231,7 +231,7 @@ def _chat_request(body: ChatBody, request_id: str) -> pb.GenerateRequest:
         if body.max_tokens not in (None, body.max_completion_tokens):
             raise InvalidRequest("max_tokens", "differs from max_completion_tokens")
         request.sampling.max_tokens = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs", "only with logprobs: true")
     if body.logprobs:
         request.sampling.logprobs = body.top_logprobs or 0

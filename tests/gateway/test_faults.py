@@ -206,6 +206,16 @@ async def test_error_in_mid_stream(worker: FakeWorker, served: Any) -> None:
     assert whole.status_code == 500
 
 
+async def test_cancelled_inside_the_worker(worker: FakeWorker, served: Any) -> None:
+    """A worker's own cancellation, whoever caused it, ends the client's call with a status."""
+    worker.error_after, worker.late_error = 2, asyncio.CancelledError()
+    error = await failure(served.grpc.Generate(request(), timeout=10))
+    assert error.code() is grpc.StatusCode.ABORTED
+    assert error.details() == "the call was cancelled inside the service"
+    response = await served.http.post(COMPLETION, json=body(stream=True))
+    assert response.text.count("the call was cancelled inside the service") == 1
+
+
 async def test_worker_lost_in_mid_stream(
     make_worker: Any, make_gateway: Any, worker: FakeWorker
 ) -> None:

@@ -36,7 +36,7 @@ LIMITS = Limits(model="tiny", vocab_size=300, max_model_len=256)
 
 @pytest.mark.parametrize("route", ["chat", "completion"])
 @given(BODIES, MESSAGES, TEXTS)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @example({"temperature": math.nan, "logit_bias": {"1": math.inf}}, [], "a")
 def test_any_body_is_a_request_or_a_refusal(
     route: Any, fields: dict[str, Any], messages: list[Any], prompt: str

@@ -36,7 +36,7 @@ class FakeWorker:
     status: dict[str, Any] = field(default_factory=dict)  # overrides of GetWorkerStatusResponse
     error: NightjarError | None = None  # raised before the first token
     error_after: int = -1  # tokens after which `late_error` is raised; -1: never
-    late_error: Exception | None = None
+    late_error: BaseException | None = None
     pause_after: int = -1  # tokens after which the answer waits for `resume`; -1: never
     start_first: bool = True  # facts of admission in a message of their own
     padding: str = ""  # added to the text of every message
