@@ -19,6 +19,7 @@ MAX_NUMBERS = 16  # a policy may keep per bucket
 MAX_HOLD = 2**20
 
 Numbers = tuple[float, ...]
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Session:
     previous_gamma: int = 0
     numbers: Mapping[int, Numbers] = field(default_factory=dict)  # by bucket
     ran: Mapping[int, int] = field(default_factory=dict)  # steps by bucket since the last select
+    foreign: bool = False  # came back from outside: the policy must check its numbers
 
     def after_steps(self, bucket: int, num_steps: int) -> Session:
         """The session once the worker ran these steps."""
@@ -38,7 +40,7 @@ def pack(session: Session, version: str, bucket: int, hold_steps: int) -> bytes:
     """Bytes of a session that goes out with a decision for `bucket`."""
     kept = list(session.numbers.items())[-MAX_BUCKETS:]
     body = [version, session.previous_gamma, bucket, hold_steps, kept]
-    return json.dumps(body, separators=(",", ":")).encode()
+    return _encode(body).encode()
 
 
 def unpack(data: bytes, version: str) -> Session:
@@ -61,7 +63,7 @@ def unpack(data: bytes, version: str) -> Session:
         numbers = {_whole(at, MAX_BATCH_SIZE): _numbers(values) for at, values in rows}
     except (ValueError, TypeError, RecursionError):
         return Session()
-    return Session(previous, numbers, {bucket: hold} if bucket in numbers else {})
+    return Session(previous, numbers, {bucket: hold} if bucket in numbers else {}, foreign=True)
 
 
 def _whole(value: object, most: int) -> int:

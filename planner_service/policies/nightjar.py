@@ -53,12 +53,12 @@ class Bin(NamedTuple):
         return cls(block, (num_steps + 1 - start) // math.isqrt(start) + 1)
 
     @classmethod
-    def read(cls, numbers: Numbers) -> Bin | None:
-        """A bin from a session's numbers; None unless it is one that we could have written."""
+    def read(cls, numbers: Numbers, largest: int) -> Bin | None:
+        """A bin from foreign numbers; None unless it is one that we could have written."""
         if len(numbers) != len(cls._fields) or any(type(n) is not int for n in numbers[:5]):
             return None
         found = cls(*cast(tuple[int, int, int, int, int, float], numbers))
-        if not (1 <= found.block <= MAX_BLOCK and -1 <= found.arm <= MAX_GAMMA):
+        if not (1 <= found.block <= MAX_BLOCK and -1 <= found.arm <= largest):
             return None
         fits = 1 <= found.number <= 2**found.block and 0 < found.propensity <= 1
         return found if fits and 0 <= found.position < found.length else None
@@ -86,19 +86,16 @@ class Nightjar(Policy):
         self._gamma_max = gamma_max
         self._estimator = estimator
         self._charge_switching = charge_switching
-        # Memo of a pure function: bucket -> (its sums, charge, largest gamma, best gamma).
-        self._memo: dict[int, tuple[Bucket, float, int, int]] = {}
+        # Memo of a pure function: bucket -> its sums, draft prefill, largest gamma; best gamma.
+        self._memo: dict[int, tuple[Bucket, float, int, tuple[int, int]]] = {}
 
     def select(
         self, context: Context, stats: Stats, session: Session, rng: random.Random
     ) -> tuple[Choice, Session]:
         """Hold the arm of the bin, or draw the next one."""
-        bins = dict(session.numbers)
-        for bucket, num_steps in session.ran.items():
-            if bucket in bins and (found := Bin.read(bins[bucket])):
-                bins[bucket] = found.after(num_steps)
         bucket = context.bucket
         largest = min(self._gamma_max, context.max_gamma)
+        bins = _bins(session, largest)
         prefill_us = float(f"{stats.draft_prefill_us_per_token:.3g}")
         table = self._table(stats, bins, prefill_us, largest)
         switching_s = self._switching_s(context, stats, session)
@@ -108,7 +105,7 @@ class Nightjar(Policy):
         if feasible == 0:
             choice = Choice(0, best, IDLE_HOLD_STEPS, False, 1.0, table)
             return choice, Session(0, bins)
-        held = Bin.read(bins.pop(bucket, ())) or Bin.at(stats.visits(bucket))
+        held = bins.pop(bucket, None) or Bin.at(stats.visits(bucket))
         if held.arm < 0:
             exploit = best
             if best > feasible:
@@ -143,18 +140,29 @@ class Nightjar(Policy):
         return best
 
     def _table(
-        self, stats: Stats, bins: dict[int, Numbers], prefill_us: float, largest: int
+        self, stats: Stats, bins: dict[int, Bin], prefill_us: float, largest: int
     ) -> dict[int, tuple[int, int]]:
         table: dict[int, tuple[int, int]] = {}
         for bucket, arms in stats.buckets.items():
             memo = self._memo.get(bucket)
-            if memo is None or memo[0] is not arms or memo[1:3] != (prefill_us, largest):
+            if not (memo and memo[0] is arms and memo[1] == prefill_us and memo[2] == largest):
                 best = self._best(arms, bucket * prefill_us, largest, 0.0)
-                memo = self._memo[bucket] = (arms, prefill_us, largest, best)
+                memo = self._memo[bucket] = (arms, prefill_us, largest, (best, best))
             held = bins.get(bucket)
-            arm = int(held[3]) if held is not None and held[3] >= 0 else memo[3]
-            table[bucket] = (min(arm, largest), memo[3])
+            table[bucket] = memo[3] if held is None or held.arm < 0 else (held.arm, memo[3][1])
         return table
+
+
+def _bins(session: Session, largest: int) -> dict[int, Bin]:
+    """The bins of a session, moved on by the steps that ran since."""
+    bins = cast(dict[int, Bin], dict(session.numbers))  # our own, unless foreign
+    if session.foreign:
+        read = {bucket: Bin.read(numbers, largest) for bucket, numbers in bins.items()}
+        bins = {bucket: found for bucket, found in read.items() if found is not None}
+    for bucket, num_steps in session.ran.items():
+        if bucket in bins:
+            bins[bucket] = bins[bucket].after(num_steps)
+    return bins
 
 
 def _draw(held: Bin, exploit: int, feasible: int, rng: random.Random) -> Bin:

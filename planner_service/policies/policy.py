@@ -135,8 +135,8 @@ def check_choice(choice: Choice, context: Context) -> str:
 
 def check_table(table: Mapping[int, tuple[int, int]], max_gamma: int) -> str:
     """What is wrong with a table, in words; empty if nothing is."""
-    for bucket, pair in table.items():
+    for pair in set(table.values()):
         for value in pair:
             if type(value) is not int or not 0 <= value <= max_gamma:
-                return f"table[{bucket}] {value!r} is not a whole number in [0, {max_gamma}]"
+                return f"table entry {value!r} is not a whole number in [0, {max_gamma}]"
     return ""

@@ -1,0 +1,143 @@
+"""A planner for tests, in this process or as a command, and messages as a worker sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from nightjar.rpc import dial
+from nightjar.v1 import planner_pb2 as pb
+from nightjar.v1 import planner_pb2_grpc
+from planner_service.config import PlannerConfig
+from planner_service.main import serve
+from planner_service.policies import BUILT_IN
+from planner_service.policies.policy import Registry
+
+PROFILE = pb.Profile(
+    target="target",
+    draft="draft",
+    proposer="draft_model",
+    dtype="float32",
+    device="cpu",
+    tensor_parallel_size=1,
+    engine="tests",
+)
+
+
+@contextlib.asynccontextmanager
+async def running_planner(
+    registry: Registry = BUILT_IN, **settings: Any
+) -> AsyncIterator[planner_pb2_grpc.PlannerServiceAsyncStub]:
+    """A stub of a planner that serves in this event loop, on a unix socket."""
+    with tempfile.TemporaryDirectory(prefix="nj-planner-") as folder:
+        address = f"unix:{Path(folder) / 's'}"
+        config = PlannerConfig(listen=address, **{"drain_timeout_s": 1.0, **settings})
+        serving = asyncio.create_task(serve(config, registry))
+        try:
+            async with dial(address) as channel:
+                ready = asyncio.ensure_future(channel.channel_ready())
+                await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    ready.cancel()
+                    await serving
+                yield planner_pb2_grpc.PlannerServiceStub(channel)  # type: ignore[misc]
+        finally:
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+
+
+@contextlib.asynccontextmanager
+async def dialled(address: str) -> AsyncIterator[planner_pb2_grpc.PlannerServiceAsyncStub]:
+    """A stub of a planner that runs elsewhere."""
+    async with dial(address) as channel:
+        yield planner_pb2_grpc.PlannerServiceStub(channel)  # type: ignore[misc]
+
+
+async def comes_true(holds: Callable[[], Awaitable[Any]], timeout_s: float = 20) -> Any:
+    """Wait until `await holds()` is true; returns it."""
+    async with asyncio.timeout(timeout_s):
+        while not (value := await holds()):
+            await asyncio.sleep(0.02)
+        return value
+
+
+class Worker:
+    """One Plan stream."""
+
+    def __init__(self, stub: Any, name: str = "worker-1", max_batch_size: int = 16) -> None:
+        self.stream: grpc.aio.StreamStreamCall[Any, Any] = stub.Plan()
+        self._hello = pb.PlanHello(
+            worker_id=name, profile=PROFILE, max_gamma=5, max_batch_size=max_batch_size
+        )
+        self.decision = pb.Decision()
+
+    async def send(self, *, hello: bool = False, **fields: Any) -> None:
+        """Send one message; the first of a stream says hello."""
+        request = pb.PlanRequest(**fields)
+        if hello:
+            request.hello.CopyFrom(self._hello)
+        await self.stream.write(request)
+
+    async def ask(
+        self, batch_size: int = 1, *reports: pb.StepReport, hello: bool = False, **fields: Any
+    ) -> pb.Decision:
+        """Report, ask and read the answer."""
+        fields.setdefault("session", self.decision.session)
+        await self.send(hello=hello, ask=context(batch_size), reports=reports, **fields)
+        return await self.next()
+
+    async def next(self) -> pb.Decision:
+        """The next decision; an ended stream raises its status."""
+        async with asyncio.timeout(20):
+            response = await self.stream.read()
+        if not isinstance(response, pb.PlanResponse):
+            raise EOFError(f"{await self.stream.code()}: {await self.stream.details()}")
+        self.decision = response.decision
+        return self.decision
+
+    @property
+    def gamma(self) -> int:
+        """Gamma of the bucket that was asked about."""
+        return gamma_of(self.decision)
+
+
+def gamma_of(decision: pb.Decision, bucket: int | None = None) -> int:
+    """Gamma of a bucket, else of the one that was asked about."""
+    table = {row.bucket: row.gamma for row in decision.table}
+    return table[decision.bucket if bucket is None else bucket]
+
+
+def context(batch_size: int = 1, feasible_max_gamma: int = 5, **fields: Any) -> pb.Context:
+    """A context as a worker sends it."""
+    return pb.Context(
+        batch_size=batch_size,
+        feasible_max_gamma=feasible_max_gamma,
+        draft_resident=True,
+        **fields,
+    )
+
+
+def report(gamma: int = 0, batch_size: int = 1, steps: int = 1, **fields: Any) -> pb.StepReport:
+    """Steps that emitted half of their drafts, 10 ms each."""
+    rows = steps * batch_size
+    emitted = rows + rows * gamma // 2
+    values: dict[str, Any] = {
+        "context": context(batch_size),
+        "gamma": gamma,
+        "num_steps": steps,
+        "num_timed_steps": steps,
+        "step_us": steps * 10_000,
+        "num_timed_emitted": emitted,
+        "num_emitted": emitted,
+        "num_timed_rows": rows,
+        "reached": [rows] * gamma,
+        "accepted": [rows // 2] * gamma,
+    }
+    return pb.StepReport(**{**values, **fields})
