@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PROMPT ?= What is the capital of France, and why do people visit it?
+PROMPT  = What is the capital of France, and why do people visit it?
+# By the environment, so that the shell takes quotes and dollars in it as they are.
+export PROMPT
 
 .PHONY: run serve test test-all lint type proto format clean
 
 run: $(STAMP)        ## answer one question with the whole system, then stop
-	$(BIN)/nightjar up --prompt "$(PROMPT)"
+	@$(BIN)/nightjar up --prompt="$$PROMPT"
 
 serve: $(STAMP)      ## keep the whole system up; Ctrl-C stops it
 	$(BIN)/nightjar up
@@ -35,9 +37,12 @@ proto: $(STAMP)      ## regenerate nightjar/v1 from proto/
 	  --mypy_out=. --mypy_grpc_out=. proto/nightjar/v1/*.proto
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
+	  { echo "Nightjar needs Python 3.11 or 3.12: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned packages into $(VENV): some minutes, once"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(STAMP)
+	@touch $(STAMP)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

