@@ -22,7 +22,7 @@ Status = worker_pb2.GetWorkerStatusResponse
 def why_not_ready(status: Status, max_progress_age_ms: int) -> str:
     """Why a worker with this status must get no requests; empty if it may."""
     if not status.accepting:
-        return "admits no requests: starting or draining"
+        return "admits no requests: it starts, drains or stands still"
     if status.progress_age_ms > max_progress_age_ms:
         return f"its engine made no step for {status.progress_age_ms} ms"
     if not status.model.name or status.model.vocab_size < 1 or status.model.max_model_len < 1:
@@ -137,6 +137,8 @@ class Registry:
 
     async def suspect(self, worker: Worker) -> None:
         """Send nothing more to a worker that a request lost, until a probe succeeds."""
+        if not worker.not_ready:
+            log.get().warning("worker left", worker=worker.address, reason="lost during a request")
         worker.not_ready = "was lost during a request"
         await self._announce()
 
@@ -152,7 +154,7 @@ class Registry:
         except Exception as error:  # one bad answer must not end the loop that sees the next
             worker.not_ready = "its status cannot be read"
             log.get().error("probe failed", worker=worker.address, exc_info=error)
-        if worker.not_ready != before and bool(worker.not_ready) != bool(before):
+        if bool(worker.not_ready) != bool(before):
             say = log.get().warning if worker.not_ready else log.get().info
             say(
                 "worker left" if worker.not_ready else "worker ready",

@@ -248,7 +248,7 @@ async def test_worker_lost_in_mid_stream(
 @pytest.mark.parametrize(
     ("status", "reason"),
     [
-        ({"accepting": False}, "admits no requests: starting or draining"),
+        ({"accepting": False}, "admits no requests: it starts, drains or stands still"),
         ({"progress_age_ms": 10_001}, "its engine made no step for 10001 ms"),
     ],
 )
