@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from nightjar.errors import ConfigError, ModelRefused
 from worker.model import gguf_wheel
+from worker.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, str], None]  # (stage, detail)
 T = TypeVar("T")
@@ -104,8 +105,8 @@ def check_vocabularies(target: Path, draft: Path | None) -> None:
 def _find(name: str, cache_dir: Path, progress: Progress) -> Path:
     if name in ALIASES:
         return _from_wheel(name, cache_dir, progress)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(name))
+    if name and folder.is_dir():
         return folder.resolve()
     if _HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
         return _from_hub(name, cache_dir, progress)
@@ -236,8 +237,6 @@ def _megabytes(folder: Path) -> int:
 
 
 def _vocabulary(folder: Path) -> dict[int, str]:
-    from worker.text.tokenizer import Tokenizer
-
     return Tokenizer.load(folder).vocabulary()
 
 

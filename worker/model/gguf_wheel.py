@@ -111,7 +111,7 @@ def _run(argv: list[str], work: Path, report: Callable[[float], None]) -> tuple[
     with (work / "output").open("w+b") as output:
         report(0)
         start = reported = time.monotonic()
-        environ = {**os.environ, "TMPDIR": str(work)}
+        environ = {**os.environ, "TMPDIR": str(work), "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ
         )

@@ -29,7 +29,7 @@ def sample(
     """Choose a token per row: argmax of log p + Gumbel noise (Gumbel-max), p after processors.
 
     Sets of tokens are cut by value: tokens that tie with the last one kept are kept too.
-    Of equal scores the lowest id wins. Temperatures up to 1e-4 are greedy.
+    Of equal scores the lowest id wins. Temperatures up to 1e-4 and a top_k of 1 are greedy.
 
     Args:
         logits: [n, vocab] float32 on the CPU; left as they are.

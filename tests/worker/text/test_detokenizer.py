@@ -143,15 +143,9 @@ def test_stops_cut_at_the_earliest_completed(text: str, stop: list[str]) -> None
         if detokenizer.stopped:
             break
         so_far = read.decode(errors="ignore")
-        held = so_far.removeprefix(shown)
-        assert held == max(
-            (
-                h
-                for h in (so_far[i:] for i in range(len(so_far) + 1))
-                if any(s.startswith(h) for s in stops)
-            ),
-            key=len,
-        )
+        ends = (so_far[i:] for i in range(len(so_far) + 1))  # longest first
+        longest = next(end for end in ends if any(one.startswith(end) for one in stops))
+        assert so_far == shown + longest
     assert detokenizer.stopped == (want != text or any(text.endswith(s) for s in stops))
     assert shown + detokenizer.flush() == want
 
