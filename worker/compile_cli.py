@@ -1,0 +1,42 @@
+"""`nightjar compile`: build and cache the compiled forward of a model and its draft."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nightjar.config import parse
+from worker.config import WorkerConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compile what a worker with the same flags would run; returns the exit status."""
+    config = parse(
+        WorkerConfig,
+        argv,
+        prog="nightjar compile",
+        description="Build and cache the compiled forward of a model; takes about a minute. "
+        "A worker with the same model, dtype and threads then starts with it.",
+    )
+    from worker.model.build import compile_build
+    from worker.model.fetch import default_draft, resolve_model
+
+    began = time.monotonic()
+
+    def progress(stage: str, detail: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {stage}: {detail}", file=sys.stderr, flush=True)
+
+    cache_dir = Path(config.cache_dir or Path.home() / ".cache" / "nightjar")
+    target = resolve_model(config.model, cache_dir, progress)
+    draft: Path | None = None
+    if config.proposer == "draft_model":
+        draft = (
+            resolve_model(config.draft, cache_dir, progress)
+            if config.draft
+            else default_draft(config.model)
+        )
+    arithmetic = compile_build(config, target, draft, progress)
+    print(f"compiled build ready in {time.monotonic() - began:.0f} s, arithmetic {arithmetic}")
+    return 0

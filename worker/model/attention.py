@@ -1,0 +1,222 @@
+"""Attention over the paged pool, registered with transformers under `ATTENTION`.
+
+Exact arithmetic: heads of a group are folded into query rows, scores and softmax are float32,
+and P·V is one product per tile of 64 keys, the tiles joined by a binary tree in order of
+position. Missing tiles would add zero, so a row's bits depend on its own positions alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from nightjar.errors import ModelRefused
+from worker.model.plan import CONTEXT_TILE, Group, Plan
+from worker.model.pool import KVCache
+from worker.model.runtime import get_runtime
+
+ATTENTION = "nightjar"
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask")
+
+
+def attend(
+    cache: KVCache,
+    plan: Plan,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    window: int,
+    softcap: float,
+    exact: bool,
+) -> torch.Tensor:
+    """Write the tokens' KV, then attend.
+
+    Args:
+        cache: The model's KV.
+        plan: The forward's plan.
+        layer: Index of the layer in the cache.
+        query: [1, num_heads, num_tokens, head_dim].
+        key: [1, num_kv_heads, num_tokens, head_dim].
+        value: Like key.
+        scaling: Factor of the scores.
+        window: Keys that a query sees, itself included; 0 sees all.
+        softcap: Scores are capped to softcap * tanh(score / softcap); 0 leaves them.
+        exact: Whether bits must not depend on the batch.
+
+    Returns:
+        [1, num_tokens, num_heads, head_dim].
+    """
+    plan.layers.add(layer)
+    head_dim = query.shape[3]
+    new = torch.cat((key, value)).view(-1, head_dim)
+    cache.rows[layer].index_copy_(0, plan.write_rows, new)
+    outputs = [
+        _attend_group(cache, group, layer, query[0], scaling, window, softcap, exact)
+        for group in plan.groups
+    ]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if plan.output_rows is not None:
+        output = output.index_select(0, plan.output_rows)
+    return output.view(1, plan.num_tokens, query.shape[1], head_dim)
+
+
+def _attend_group(
+    cache: KVCache,
+    group: Group,
+    layer: int,
+    query: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+    exact: bool,
+) -> torch.Tensor:
+    """Attend for one group; returns [R * n, num_heads * head_dim]."""
+    geometry = cache.geometry
+    kv_heads, head_dim, dtype = geometry.num_kv_heads, geometry.head_dim, geometry.dtype
+    rows, queries, context = group.num_rows, group.num_queries, group.context
+    if group.gathered is None:
+        strip = geometry.block_size * head_dim
+        group.gathered = torch.empty(len(group.strips), strip, dtype=dtype)
+    torch.index_select(cache.strips[layer], 0, group.strips, out=group.gathered)
+    if group.stale is not None:
+        group.gathered.view(-1, head_dim).index_fill_(0, group.stale, 0)
+    keys, values = group.gathered.view(2, rows * kv_heads, context, head_dim)
+
+    if group.query_tokens is not None:
+        query = query.index_select(1, group.query_tokens)
+    folded = query.reshape(kv_heads, -1, rows, queries, head_dim).permute(2, 0, 1, 3, 4)
+    shape = folded.shape  # [R, kv_heads, heads per kv head, n, head_dim]
+    folded = folded.reshape(rows * kv_heads, -1, head_dim)
+
+    scores = torch.bmm(folded, keys.transpose(1, 2)).float()
+    if softcap:
+        scores.mul_(scaling / softcap).tanh_().mul_(softcap)
+    else:
+        scores.mul_(scaling)
+    scores.view(*shape[:4], context).masked_fill_(group.mask(window), float("-inf"))
+    weights = torch.softmax(scores, -1)
+    if exact:
+        result = _join_tiles(weights, values, dtype)
+    else:
+        result = torch.bmm(weights.to(dtype), values)
+    return result.view(shape).permute(0, 3, 1, 2, 4).reshape(rows * queries, -1)
+
+
+def _join_tiles(weights: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """P·V: weights float32 [B, M, S], values [B, S, head_dim] -> [B, M, head_dim]."""
+    batch, height, context = weights.shape
+    count, head_dim = context // CONTEXT_TILE, values.shape[2]
+    tiles = torch.empty(batch, count, height, CONTEXT_TILE, dtype=dtype)
+    tiles.copy_(weights.view(batch, height, count, CONTEXT_TILE).transpose(1, 2))
+    parts = torch.bmm(
+        tiles.view(batch * count, height, CONTEXT_TILE),
+        values.reshape(batch * count, CONTEXT_TILE, head_dim),
+    )
+    if count == 1:
+        return parts
+    joined = parts.view(batch, count, height, head_dim).float()
+    while count > 1:
+        half = count // 2
+        pairs = joined[:, 0 : 2 * half : 2] + joined[:, 1 : 2 * half : 2]
+        joined = pairs if count % 2 == 0 else torch.cat((pairs, joined[:, -1:]), 1)
+        count = joined.shape[1]
+    return joined[:, 0].to(dtype)
+
+
+def _registered(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls; refuses what the paged forward would leave out."""
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ModelRefused(f"its attention uses {name}, which is not served")
+    if attention_mask is not None:
+        raise ModelRefused("its attention adds a mask of its own, which is not served")
+    if value.shape != key.shape:
+        raise ModelRefused("its keys and values differ in shape, which is not served")
+    runtime, layer = module.nightjar_runtime, module.layer_idx
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    window, cap = sliding_window or 0, softcap or 0.0
+    if torch.compiler.is_compiling():
+        op = torch.ops.nightjar.attention.default
+        return op(query, key, value, runtime, layer, scale, window, cap), None
+    return _attention(query, key, value, runtime, layer, scale, window, cap), None  # type: ignore[arg-type]
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runtime: str,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    state = get_runtime(runtime)
+    assert state.cache is not None
+    assert state.plan is not None
+    if key.shape[1] != state.cache.geometry.num_kv_heads or key.shape[3] != (
+        state.cache.geometry.head_dim
+    ):
+        raise ModelRefused("its layers differ in KV heads or head width, which is not served")
+    return attend(
+        state.cache,
+        state.plan,
+        layer,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        window=window,
+        softcap=softcap,
+        exact=state.exact,
+    )
+
+
+# The pool and the plan are the runtime's, so the operator's write is outside what the graph
+# sees; layers keep their order because each one's input is the output of the one before.
+_LIBRARY = torch.library.Library("nightjar", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, str runtime, int layer, float scaling, "
+    "int window, float softcap) -> Tensor"
+)
+_LIBRARY.impl("attention", _attention, "CPU")
+
+
+@torch.library.register_fake("nightjar::attention", lib=_LIBRARY)
+def _fake_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runtime: str,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+
+
+def _no_mask(*args: object, **kwargs: object) -> None:
+    return None
+
+
+AttentionInterface.register(ATTENTION, _registered)
+AttentionMaskInterface.register(ATTENTION, _no_mask)

@@ -1,0 +1,129 @@
+"""The compiled forward: one inductor graph with a dynamic number of tokens, cached on disk.
+
+All sizes run the same graph, so bits cannot depend on size; attention and linears stay our
+operators inside it. A worker compiles nothing by itself: `nightjar compile` fills the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+
+import nightjar
+from nightjar.errors import EngineFailure, ModelRefused
+from worker.model.batch import Batch
+from worker.model.device import device_kind
+from worker.model.forward import ModelForward
+
+_MARKER = "complete.json"
+_TRACED = (7, 3)  # tokens and kept tokens of the traced call: unequal, so that both are free
+
+
+def build_key(folder: Path, *, dtype: str) -> str:
+    """Name of the build of a model: whatever its graph or its code could depend on.
+
+    Exact and free arithmetic share a build: they differ inside our operators alone.
+    """
+    parts = {
+        "config": json.loads((folder / "config.json").read_text()),
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "device": device_kind(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "nightjar": nightjar.__version__,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def build_folder(cache_dir: Path, key: str) -> Path:
+    """Where a build lives."""
+    return cache_dir / "builds" / key
+
+
+def is_built(cache_dir: Path, key: str) -> bool:
+    """True if `nightjar compile` finished this build."""
+    return (build_folder(cache_dir, key) / _MARKER).is_file()
+
+
+def mark_built(cache_dir: Path, key: str, note: str) -> None:
+    """Say that the build is complete; written last, in one move."""
+    folder = build_folder(cache_dir, key)
+    part = folder / f"{_MARKER}.{os.getpid()}"
+    part.write_text(json.dumps({"note": note}))
+    part.replace(folder / _MARKER)
+
+
+def compile_forward(forward: ModelForward, cache_dir: Path, key: str) -> None:
+    """Compile `forward.step`, from the cache where it is filled.
+
+    Raises:
+        ModelRefused: The model's forward does not compile to one graph.
+    """
+    forward.pad_always = True
+    step = torch.compile(forward.eager_step, dynamic=True, fullgraph=True)
+    with _inductor_cache(build_folder(cache_dir, key)):
+        try:
+            _trace(forward, step)
+        except Exception as error:
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelRefused(f"the forward does not compile: {line}") from error
+
+    def run(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                return step(ids, positions, keep)
+            except RuntimeError as error:
+                raise EngineFailure(f"the compiled forward does not fit: {error}") from error
+
+    forward.step = run
+    forward.compiled = True
+
+
+def _trace(forward: ModelForward, step: object) -> None:
+    runtime = forward.runtime
+    assert runtime.cache is not None
+    tokens, kept = _TRACED
+    size = runtime.cache.geometry.block_size
+    batch = Batch(
+        input_ids=[0] * tokens,
+        positions=list(range(tokens)),
+        slots=list(range(tokens)),
+        query_starts=[0, tokens],
+        block_tables=[[0] * (-(-tokens // size))],
+        logit_tokens=list(range(kept)),
+    )
+
+    def marked(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.mark_dynamic(ids, 1)
+        torch._dynamo.mark_dynamic(positions, 1)
+        torch._dynamo.mark_dynamic(keep, 0)
+        return step(ids, positions, keep)  # type: ignore[operator,no-any-return]
+
+    forward.step = marked
+    forward.run(batch)
+
+
+@contextlib.contextmanager
+def _inductor_cache(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

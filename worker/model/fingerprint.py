@@ -1,0 +1,46 @@
+"""The arithmetic fingerprint: workers with equal ones give equal bits for equal inputs."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import transformers
+
+from worker.model.device import device_kind
+from worker.model.forward import ModelForward
+from worker.model.linear import can_pack
+from worker.model.probe_rows import ProbeRows
+
+ARITHMETIC_VERSION = 1  # raised by whoever changes an order of additions
+_PROBE_TOKENS = 4
+
+
+def fingerprint(forward: ModelForward, *, dtype: str, build: str) -> str:
+    """SHA-256 over what decides the bits, a fixed probe's logits included."""
+    parts = (
+        "nightjar-cpu",
+        ARITHMETIC_VERSION,
+        "exact" if forward.runtime.exact else "free",
+        device_kind(),
+        torch.__version__,
+        transformers.__version__,
+        build,
+        dtype,
+        torch.get_num_threads(),
+        "packed" if can_pack() else "plain",
+        probe_digest(forward),
+    )
+    return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()
+
+
+def probe_digest(forward: ModelForward) -> str:
+    """Digest of the logits of a few tokens after a prompt, both fixed."""
+    start = max(0, min(40, forward.max_model_len - _PROBE_TOKENS))
+    count = min(_PROBE_TOKENS, forward.max_model_len)
+    rows = ProbeRows(forward, starts=[start], num_checked=count)
+    try:
+        logits = rows.run([(rows.rows[0], 0, count)])
+    finally:
+        rows.close()
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

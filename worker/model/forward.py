@@ -1,0 +1,125 @@
+"""The forward of one model over its KV cache: pads, plans, runs, and returns wanted logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nightjar.errors import EngineFailure
+from worker.model.batch import Batch
+from worker.model.linear import MAX_ROWS, drop_packed, pack
+from worker.model.plan import make_plan
+from worker.model.runtime import Runtime
+
+MIN_ROWS = 2  # one row takes other kernels, and compiled graphs specialise on it
+
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class ModelForward:
+    """Runs a prepared transformers model; satisfies `worker.model.batch.Forward`."""
+
+    def __init__(
+        self, model: nn.Module, runtime: Runtime, *, vocab_size: int, max_model_len: int
+    ) -> None:
+        self.model, self.runtime = model, runtime
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.step: Step = self.eager_step
+        self.pad_always = False  # a compiled step never sees one row
+        self.compiled = False
+        self.last_layers: set[int] = set()  # layers that attended in the last forward
+
+    def eager_step(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """[1, T] ids and positions, kept tokens [K] -> logits [K, vocab_size]."""
+        model: Any = self.model
+        output = model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=keep
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Write the tokens' KV at their slots; logits float32 [len(logit_tokens), vocab_size].
+
+        More than 256 tokens run as several forwards, in order, whose bits are the same.
+        """
+        with torch.inference_mode():
+            if len(batch.input_ids) <= MAX_ROWS:
+                return self._run(batch)
+            return torch.cat([self._run(part) for part in split(batch, MAX_ROWS)])
+
+    def _run(self, batch: Batch) -> torch.Tensor:
+        runtime, least = self.runtime, MIN_ROWS if self.runtime.exact or self.pad_always else 1
+        assert runtime.cache is not None
+        count = len(batch.input_ids)
+        total = max(count, least)
+        ids, positions, kept = batch.input_ids, batch.positions, batch.logit_tokens or [0]
+        if total > count:
+            ids, positions = [*ids, ids[-1]], [*positions, positions[-1]]
+        if len(kept) < least:
+            kept = [*kept, kept[-1]]
+        runtime.plan = make_plan(
+            batch, runtime.cache.geometry, exact=runtime.exact, num_tokens=total
+        )
+        try:
+            logits = self.step(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(kept))
+        finally:
+            self.last_layers = runtime.plan.layers
+            runtime.plan = None
+        return logits[: len(batch.logit_tokens)].float()
+
+
+class DraftForward(ModelForward):
+    """A draft, whose weights are bytes of the arena's tail that may be given away."""
+
+    resident = True
+
+    def drop(self) -> None:
+        """Forget what is derived from the tail; `run` fails until `restore`."""
+        self.resident = False
+        drop_packed(self.runtime)
+
+    def restore(self) -> None:
+        """Rebuild it from the tail's bytes, which hold the image again."""
+        pack(self.runtime, self.model, keep_plain=True)
+        self.resident = True
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Like `ModelForward.run`.
+
+        Raises:
+            EngineFailure: The draft is dropped.
+        """
+        if not self.resident:
+            raise EngineFailure("the draft ran while its memory was given away")
+        return super().run(batch)
+
+
+def split(batch: Batch, limit: int) -> list[Batch]:
+    """Cut a batch into batches of at most `limit` tokens, in order; rows may be cut too."""
+    parts = []
+    for start in range(0, len(batch.input_ids), limit):
+        stop = min(start + limit, len(batch.input_ids))
+        starts, tables = [0], []
+        for row, table in enumerate(batch.block_tables):
+            low = max(batch.query_starts[row], start)
+            high = min(batch.query_starts[row + 1], stop)
+            if low < high:
+                starts.append(high - start)
+                tables.append(table)
+        parts.append(
+            Batch(
+                input_ids=batch.input_ids[start:stop],
+                positions=batch.positions[start:stop],
+                slots=batch.slots[start:stop],
+                query_starts=starts,
+                block_tables=tables,
+                logit_tokens=[at - start for at in batch.logit_tokens if start <= at < stop],
+            )
+        )
+    return parts

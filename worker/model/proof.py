@@ -1,0 +1,166 @@
+"""Proof at start that a row's logits do not depend on batch, chunking or verification width.
+
+Token-by-token decoding is compared, bit for bit, with what the worker will run: chunks of 1
+to 9 tokens, batches up to its limit, prefill chunks up to 256 tokens. Where it fails, the
+first operation whose rows differ for equal inputs is named.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+
+from worker.model.forward import ModelForward
+from worker.model.linear import MAX_ROWS
+from worker.model.probe_rows import ProbeRows, Row
+
+NUM_CHECKED = 10  # tokens decoded one by one, per row
+MAX_WIDTH = 9  # gamma at most 8, and the bonus token
+_STARTS = (3, 46, 131, 700)  # contexts before the checked tokens: one to many tiles
+Part = tuple[Row, int, int]
+
+
+def prove_exact(forward: ModelForward, *, max_num_seqs: int, budget_s: float) -> str | None:
+    """Compare; None if every bit is equal, else a sentence naming what differs.
+
+    Every kind of comparison runs once; then random ones until `budget_s` seconds are spent.
+    """
+    began = time.monotonic()
+    limit = forward.max_model_len - NUM_CHECKED
+    starts = sorted({max(0, min(start, limit)) for start in _STARTS})
+    checked = min(NUM_CHECKED, forward.max_model_len)
+    rows = ProbeRows(forward, starts=starts, num_checked=checked)
+    try:
+        return _prove(forward, rows, checked, max_num_seqs, began + budget_s)
+    finally:
+        rows.close()
+
+
+def _prove(
+    forward: ModelForward, rows: ProbeRows, checked: int, max_num_seqs: int, deadline: float
+) -> str | None:
+    rng = random.Random(1)
+    alone: dict[int, torch.Tensor] = {}
+    for number, row in enumerate(rows.rows):
+        alone[number] = torch.cat([rows.run([(row, at, 1)]) for at in range(checked)])
+
+    def differs(parts: list[tuple[int, int, int]]) -> str | None:
+        """Run parts given by row number; a sentence if any row's bits differ."""
+        batch = [(rows.rows[number], first, count) for number, first, count in parts]
+        logits = rows.run(batch)
+        at = 0
+        for index, (number, first, count) in enumerate(parts):
+            own, mine = alone[number][first : first + count], logits[at : at + count]
+            if not torch.equal(own, mine):
+                token = int((own != mine).any(1).nonzero()[0])
+                place = _first_difference(forward, rows, batch, index, token)
+                total = sum(count for _, _, count in parts)
+                return f"{place} gives other bits in a batch of {len(parts)} rows, {total} tokens"
+            at += count
+        return None
+
+    def parts_of(num_rows: int) -> list[tuple[int, int, int]]:
+        parts = []
+        room = MAX_ROWS
+        for index in range(num_rows):
+            count = min(rng.randint(1, MAX_WIDTH), checked, room - (num_rows - index - 1))
+            first = rng.randint(0, checked - count)
+            parts.append((index % len(rows.rows), first, count))
+            room -= count
+        return parts
+
+    most = min(max_num_seqs, MAX_ROWS)
+    for number in range(len(rows.rows)):
+        if problem := differs([(number, 0, min(MAX_WIDTH, checked))]):
+            return problem
+    for size in sorted({min(2, most), min(4, most), most}):
+        singles = [(index % len(rows.rows), rng.randrange(checked), 1) for index in range(size)]
+        if problem := differs(singles) or differs(parts_of(size)):
+            return problem
+    if problem := _prefill_differs(forward, rows, rng):
+        return problem
+    while time.monotonic() < deadline:
+        if problem := differs(parts_of(rng.randint(1, most))):
+            return problem
+    return None
+
+
+def _prefill_differs(forward: ModelForward, rows: ProbeRows, rng: random.Random) -> str | None:
+    """Compare one prefill chunk with smaller ones, and its end with decoding."""
+    row, length = rows.prompt_row, len(rows.prompt)
+    whole = rows.run([(row, 0, length)])
+    cuts = sorted({0, length // 3, length // 2 + 1, max(0, length - 2), max(0, length - 1), length})
+    cuts[1:1] = [rng.randint(1, max(1, cuts[1] - 1))] if len(cuts) > 2 else []
+    cuts = sorted(set(cuts))
+    for first, stop in zip(cuts, cuts[1:], strict=False):
+        batch = [(row, first, stop - first)]
+        mine = rows.run(batch)
+        if not torch.equal(mine, whole[first:stop]):
+            token = int((mine != whole[first:stop]).any(1).nonzero()[0])
+            place = _first_difference(
+                forward,
+                rows,
+                [(row, 0, length)],
+                0,
+                first + token,
+                other=(row, first, stop - first),
+            )
+            return f"{place} gives other bits in a chunk of {length} tokens than of {stop - first}"
+    return None
+
+
+def _first_difference(
+    forward: ModelForward,
+    rows: ProbeRows,
+    batch: list[Part],
+    index: int,
+    token: int,
+    *,
+    other: Part | None = None,
+) -> str:
+    """Name the first module whose row differs between `batch` and the row run alone."""
+    if forward.compiled:
+        return "the compiled forward"
+    row, first, _ = batch[index]
+    start, at_alone = ((row, first + token, 1), 0) if other is None else (other, token - other[1])
+    at_batch = sum(count for _, _, count in batch[:index]) + token
+    alone = _trace(forward, rows, [start], at_alone)
+    together = _trace(forward, rows, batch, at_batch)
+    for (name, kind, *one), (_, _, *two) in zip(alone, together, strict=False):
+        for what, mine, theirs in zip(("input", "output"), one, two, strict=True):
+            if mine is not None and theirs is not None and not torch.equal(mine, theirs):
+                return f"what precedes {name}" if what == "input" else f"{kind} {name}"
+    return "the forward"
+
+
+Traced = tuple[str, str, torch.Tensor | None, torch.Tensor | None]
+
+
+def _trace(forward: ModelForward, rows: ProbeRows, batch: list[Part], token: int) -> list[Traced]:
+    """(name, class, input row, output row) of every leaf module called, in order."""
+    calls: list[Traced] = []
+    total = max(2, sum(count for _, _, count in batch))
+
+    def row_of(value: Any) -> torch.Tensor | None:
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] == total:
+            return value[0, token].clone()
+        return None
+
+    hooks = []
+    for name, module in forward.model.named_modules():
+        if not any(True for _ in module.children()):
+
+            def hook(module: torch.nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+                given = row_of(inputs[0]) if inputs else None
+                calls.append((name, type(module).__name__, given, row_of(output)))
+
+            hooks.append(module.register_forward_hook(hook))
+    try:
+        rows.run(batch)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return calls

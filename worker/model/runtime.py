@@ -1,0 +1,58 @@
+"""State beside a model's modules, found by name: its KV cache, its plan, its packed weights.
+
+Compiled graphs call our operators with that name as a constant, so a graph holds no weights
+and none of the pool, and packed weights may be dropped and rebuilt under it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from worker.model.plan import Plan
+from worker.model.pool import KVCache
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """What operators of one model use; `plan` is set while a forward runs."""
+
+    name: str
+    exact: bool
+    cache: KVCache | None = None
+    plan: Plan | None = None
+    weights: list[Weight] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Weight:
+    """A linear's weight [out, in] and bias [out], packed for oneDNN, plain, or dropped."""
+
+    plain: torch.Tensor | None
+    bias: torch.Tensor | None
+    packed: torch.Tensor | None = None
+    num_outputs: int
+
+
+_RUNTIMES: dict[str, Runtime] = {}
+
+
+def new_runtime(role: str, *, exact: bool) -> Runtime:
+    """Register a runtime; the name is `role` unless another model lives under it."""
+    name, number = role, 1
+    while name in _RUNTIMES:
+        number += 1
+        name = f"{role}-{number}"
+    _RUNTIMES[name] = Runtime(name=name, exact=exact)
+    return _RUNTIMES[name]
+
+
+def get_runtime(name: str) -> Runtime:
+    """Look a runtime up."""
+    return _RUNTIMES[name]
+
+
+def release_runtime(runtime: Runtime) -> None:
+    """Forget a runtime; its model cannot run any more."""
+    _RUNTIMES.pop(runtime.name, None)

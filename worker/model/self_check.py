@@ -1,0 +1,205 @@
+"""Does the paged forward give the model's own answers? Checked at load in float32, on a few
+layers with the real weights, against transformers' own eager attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from nightjar.errors import ModelRefused
+from worker.model.attention import ATTENTION
+from worker.model.batch import Batch
+from worker.model.forward import ModelForward
+from worker.model.linear import pack, replace_linears
+from worker.model.loading import attach, geometry_of, load_model, quiet
+from worker.model.pool import KVCache
+from worker.model.runtime import new_runtime, release_runtime
+
+TOLERANCE = 1e-5  # of the largest logit
+CHECK_WINDOW = 8  # windows are cut to it, so that short prompts reach beyond them
+_LENGTHS = (29, 21, 2)  # tokens of the checked rows
+_BLOCK_SIZE = 16
+
+
+def check_architecture(folder: Path, config: Any) -> bool:
+    """Compare the paged forward with the model's own; True if merged linears may be used.
+
+    Raises:
+        ModelRefused: It differs, does not run, or some layers do not reach our attention.
+    """
+    small = _few_layers(config)
+    model = load_model(folder, small, torch.float32)
+    try:
+        rows = _rows(small)
+        expected = _own_forward(model, rows)
+        for merge in (True, False):
+            problem = _compare(copy.deepcopy(model), small, rows, expected, merge=merge)
+            if problem is None:
+                return merge
+        raise ModelRefused(f"{config.model_type}: {problem}")
+    finally:
+        del model
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give freed pages back to the system."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _few_layers(config: Any) -> Any:
+    """A copy of `config` with the fewest first layers that show every kind of layer."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(text, name, None):
+            setattr(text, name, min(getattr(text, name), CHECK_WINDOW))
+    if getattr(text, "num_kv_shared_layers", 0):
+        return small  # the layers that share are the last ones
+    with quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    kinds: dict[Any, int] = {}
+    for name, module in model.named_modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int):
+            family = model.get_submodule(name.rpartition(".")[0])
+            kinds.setdefault((_traits(module), _traits(family)), layer)
+    count = min(max([1, *kinds.values()]) + 1, text.num_hidden_layers)
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None):
+        text.layer_types = list(text.layer_types)[:count]
+    return small
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    """What tells kinds of layers apart: classes below, and plain attributes but the index."""
+    simple = (int, float, str, bool, type(None))
+    own = tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, simple) and name not in ("layer_idx", "layer_id", "training")
+    )
+    return type(module).__name__, own, tuple(type(c).__name__ for c in module.children())
+
+
+def _rows(config: Any) -> list[list[int]]:
+    rng = random.Random(0)
+    size = config.get_text_config().vocab_size
+    return [[rng.randrange(size) for _ in range(length)] for length in _LENGTHS]
+
+
+def _own_forward(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """The model's own logits of each row alone, [len(row), vocab_size]."""
+    with quiet(), torch.inference_mode():
+        try:
+            model.set_attn_implementation("eager")
+            logits = [model(input_ids=torch.tensor([row]), use_cache=False).logits for row in rows]
+            model.set_attn_implementation(ATTENTION)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise ModelRefused(
+                f"{model.config.model_type}: its own forward fails: {error}"
+            ) from error
+    return [row[0] for row in logits]
+
+
+def _compare(
+    model: nn.Module,
+    config: Any,
+    rows: list[list[int]],
+    expected: list[torch.Tensor],
+    *,
+    merge: bool,
+) -> str | None:
+    """Run the rows chunked and batched; None if all is right, else what is not."""
+    runtime = new_runtime("self-check", exact=True)
+    try:
+        attach(model, runtime.name)
+        replace_linears(model, runtime, merge=merge)
+        pack(runtime, model, keep_plain=False)
+        geometry = geometry_of(config, _BLOCK_SIZE, torch.float32)
+        per_row = -(-max(_LENGTHS) // _BLOCK_SIZE)
+        num_blocks = len(rows) * per_row
+        memory = torch.empty(num_blocks * geometry.block_bytes, dtype=torch.uint8)
+        memory.view(torch.float32).fill_(float("nan"))
+        runtime.cache = KVCache(memory, geometry, num_blocks)
+        size = config.get_text_config().vocab_size
+        forward = ModelForward(model, runtime, vocab_size=size, max_model_len=max(_LENGTHS))
+        tables = [list(range(i * per_row, (i + 1) * per_row)) for i in range(len(rows))]
+        seen: list[list[torch.Tensor]] = [[] for _ in rows]
+        layers = set(range(geometry.num_layers))
+        for chunk in _schedule(rows, tables):
+            with quiet():
+                logits, reached = _run(forward, chunk)
+            if reached != layers:
+                return f"{len(layers - reached)} of {len(layers)} layers bypass the paged attention"
+            for row, part in zip(chunk.rows, logits.split(chunk.counts), strict=True):
+                seen[row].append(part)
+        scale = max(logits.abs().max().item() for logits in expected)
+        worst = max(
+            (torch.cat(parts) - own).abs().max().item() / scale
+            for parts, own in zip(seen, expected, strict=True)
+        )
+    except ModelRefused as error:
+        return str(error)
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        return f"its forward does not run over a paged cache ({type(error).__name__}: {error})"
+    finally:
+        release_runtime(runtime)
+    if worst <= TOLERANCE:  # False for NaN too
+        return None
+    return f"the paged forward differs from its own by {worst:.1e} of the largest logit"
+
+
+class _Chunk:
+    """One mixed step of the check."""
+
+    def __init__(self, parts: list[tuple[int, list[int], int]], tables: list[list[int]]) -> None:
+        self.rows = [row for row, _, _ in parts]
+        self.counts = [len(ids) for _, ids, _ in parts]
+        starts, ids, positions, slots = [0], [], [], []
+        for row, tokens, first in parts:
+            ids += tokens
+            at = range(first, first + len(tokens))
+            positions += at
+            slots += [tables[row][p // _BLOCK_SIZE] * _BLOCK_SIZE + p % _BLOCK_SIZE for p in at]
+            starts.append(len(ids))
+        self.batch = Batch(
+            input_ids=ids,
+            positions=positions,
+            slots=slots,
+            query_starts=starts,
+            block_tables=[tables[row] for row in self.rows],
+            logit_tokens=list(range(len(ids))),
+        )
+
+
+def _schedule(rows: list[list[int]], tables: list[list[int]]) -> list[_Chunk]:
+    """Mixed steps: long and short chunks, single tokens, rows that start late."""
+    done = [0] * len(rows)
+    steps = []
+    for counts in ((17, 0, 0), (1, 19, 0), (9, 1, 1), (1, 1, 1), (1, 0, 0)):
+        parts = []
+        for row, count in enumerate(counts):
+            if count:
+                parts.append((row, rows[row][done[row] : done[row] + count], done[row]))
+                done[row] += count
+        steps.append(_Chunk(parts, tables))
+    assert done == [len(row) for row in rows]
+    return steps
+
+
+def _run(forward: ModelForward, chunk: _Chunk) -> tuple[torch.Tensor, set[int]]:
+    logits = forward.run(chunk.batch)
+    return logits, forward.last_layers
