@@ -163,7 +163,8 @@ def worker_status(state: WorkerState) -> worker_pb2.GetWorkerStatusResponse:
         answer.arithmetic.mode = ready.arithmetic
         answer.arithmetic.fingerprint = ready.fingerprint
         answer.arithmetic.build = ready.build
-        answer.arithmetic.reason = ready.arithmetic_reason
+        if ready.arithmetic == "free":
+            answer.arithmetic.reason = ready.arithmetic_reason
     if engine.status is not None:
         _add_status(answer, engine.status, engine.num_requests)
     return answer
