@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nightjar {name}: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        print(f"nightjar {name}: needs {error.name}; install the extra that holds it: pip install 'nightjar[all]'", file=sys.stderr)
+        print(
+            f"nightjar {name}: needs {error.name}; pip install 'nightjar[all]' has every part",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         return 130
@@ -58,4 +61,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     rows = "\n".join(f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items())
-    return f"usage: nightjar COMMAND [flags]\n\n{rows}\n\n`nightjar COMMAND --help` explains a command."
+    end = "`nightjar COMMAND --help` explains a command."
+    return f"usage: nightjar COMMAND [flags]\n\n{rows}\n\n{end}"

@@ -68,7 +68,9 @@ def parse(
         words = [field.metadata.get("help", "")]
         words += [f"({field.metadata['limit']})"] if field.metadata.get("limit") else []
         words += [f"[default: {'none' if field.default in ('', None) else field.default}]"]
-        choices = get_args(hints[field.name]) if get_origin(hints[field.name]) is typing.Literal else None
+        choices = (
+            get_args(hints[field.name]) if get_origin(hints[field.name]) is typing.Literal else None
+        )
         metavar = "{" + ",".join(map(str, choices)) + "}" if choices else None
         text = " ".join(words).replace("%", "%%")
         parser.add_argument(_flag(field.name), help=text, metavar=metavar, default=None)
@@ -76,9 +78,9 @@ def parse(
     values: dict[str, Any] = {}
     for field in fields:
         variable = f"NIGHTJAR_{field.name.upper()}"
-        for key, text in ((_flag(field.name), given[field.name]), (variable, environ.get(variable))):
-            if text is not None:
-                values[field.name] = _checked(field, key, text, hints[field.name])
+        for key, raw in ((_flag(field.name), given[field.name]), (variable, environ.get(variable))):
+            if raw is not None:
+                values[field.name] = _checked(field, key, raw, hints[field.name])
                 break
     return cls(**values)
 

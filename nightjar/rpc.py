@@ -1,4 +1,4 @@
-"""Serving and dialling gRPC: health, reflection, errors, keepalive and drain, the same for all services."""
+"""Serving and dialling gRPC, the same for all: health, reflection, errors, keepalive, drain."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         """Wrap the handler of one method."""
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith("/grpc."):

@@ -7,6 +7,7 @@ are optional: the gateway passes what the worker's status told it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -16,8 +17,30 @@ from nightjar.errors import InvalidRequest, NotServed
 from nightjar.v1 import generation_pb2 as pb
 
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 16, 256, 64
+MAX_LOGIT_BIAS = 300
 MAX_GAMMA, MAX_REQUEST_ID_CHARACTERS, MAX_MESSAGES = 8, 128, 1024
 ROLES = ("system", "user", "assistant")
+_RANGES = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, math.inf),
+    "min_p": (0, 1),
+    "max_tokens": (1, math.inf),
+    "min_tokens": (0, math.inf),
+    "repetition_penalty": (0, 2),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "logprobs": (0, 20),
+    "n": (1, 128),
+}
+_ABOVE_ZERO = ("top_p", "repetition_penalty")  # ranges that leave out their lower end
+_NEUTRAL = {  # designed, not served yet: only what asks for nothing is accepted
+    "min_tokens": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "n": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +60,16 @@ def validate(request: pb.GenerateRequest, limits: Limits | None = None) -> None:
         NotServed: The field is designed but not served by this build.
     """
     _check_known(request)
-    _check_served(request)
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID_CHARACTERS} characters")
     if limits is not None and request.model not in ("", limits.model):
-        raise InvalidRequest("model", f"unknown model {request.model[:128]!r}; this server has {limits.model!r}")
+        text = f"unknown model {request.model[:128]!r}; this server has {limits.model!r}"
+        raise InvalidRequest("model", text)
     _check_prompt(request, limits)
     _check_sampling(request.sampling, limits)
     if request.speculation.HasField("max_gamma"):
         _check_range("speculation.max_gamma", request.speculation.max_gamma, 0, MAX_GAMMA)
+    _check_served(request)
 
 
 def check_length(num_prompt_tokens: int, sampling: pb.SamplingParams, limits: Limits) -> int:
@@ -60,14 +84,16 @@ def check_length(num_prompt_tokens: int, sampling: pb.SamplingParams, limits: Li
     if room < 1:
         raise InvalidRequest(
             "prompt",
-            f"has {num_prompt_tokens} tokens; the context is {limits.max_model_len} tokens, prompt and answer together",
+            f"has {num_prompt_tokens} tokens; the context is {limits.max_model_len} tokens, "
+            "prompt and answer together",
         )
     if not sampling.HasField("max_tokens"):
         return room
     if sampling.max_tokens > room:
         raise InvalidRequest(
             "sampling.max_tokens",
-            f"{sampling.max_tokens} with {num_prompt_tokens} prompt tokens exceeds the context of {limits.max_model_len} tokens",
+            f"{sampling.max_tokens} with {num_prompt_tokens} prompt tokens exceeds the context of "
+            f"{limits.max_model_len} tokens",
         )
     return sampling.max_tokens
 
@@ -85,11 +111,10 @@ def _check_known(message: Message, path: str = "") -> None:
 
 def _check_served(request: pb.GenerateRequest) -> None:
     sampling = request.sampling
-    neutral = {"min_tokens": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "n": 1}
-    for name, value in neutral.items():
-        given = getattr(sampling, name)
-        if sampling.HasField(name) and given != value:  # type: ignore[arg-type]
-            raise NotServed(f"sampling.{name}", f"not served by this version; only {value} is accepted")
+    for name, value in _NEUTRAL.items():
+        if sampling.HasField(name) and getattr(sampling, name) != value:  # type: ignore[arg-type]
+            text = f"not served by this version; only {value} is accepted"
+            raise NotServed(f"sampling.{name}", text)
     if sampling.logit_bias:
         raise NotServed("sampling.logit_bias", "not served by this version")
     if sampling.HasField("logprobs"):
@@ -110,7 +135,9 @@ def _check_prompt(request: pb.GenerateRequest, limits: Limits | None) -> None:
             raise InvalidRequest("chat.messages", f"must hold 1 to {MAX_MESSAGES} messages")
         for i, message in enumerate(messages):
             if message.role not in ROLES:
-                raise InvalidRequest(f"chat.messages[{i}].role", f"must be one of {', '.join(ROLES)}")
+                raise InvalidRequest(
+                    f"chat.messages[{i}].role", f"must be one of {', '.join(ROLES)}"
+                )
     if form == "tokens":
         ids = request.tokens.token_ids
         if not ids:
@@ -120,32 +147,44 @@ def _check_prompt(request: pb.GenerateRequest, limits: Limits | None) -> None:
 
 
 def _check_sampling(sampling: pb.SamplingParams, limits: Limits | None) -> None:
-    for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+    for name, (low, high) in _RANGES.items():
         if sampling.HasField(name):  # type: ignore[arg-type]
-            _check_range(f"sampling.{name}", getattr(sampling, name), low, high)
-    if sampling.HasField("top_p") and sampling.top_p == 0:
-        raise InvalidRequest("sampling.top_p", "must be above 0 and at most 1")
-    if sampling.HasField("top_k"):
-        _check_range("sampling.top_k", sampling.top_k, -1, 2**31 - 1)
-    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
-        raise InvalidRequest("sampling.max_tokens", "must be at least 1")
+            given = getattr(sampling, name)
+            _check_range(f"sampling.{name}", given, low, high)
+            if given == 0 and name in _ABOVE_ZERO:
+                raise InvalidRequest(f"sampling.{name}", f"must be above 0 and at most {high}")
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest("sampling.min_tokens", f"exceeds max_tokens, {sampling.max_tokens}")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+    for value in sampling.logit_bias.values():
+        _check_range("sampling.logit_bias", value, -100, 100)
+    if limits is not None:
+        _check_ids("sampling.logit_bias", sampling.logit_bias, limits.vocab_size)
     if len(sampling.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} strings, got {len(sampling.stop)}")
+        raise InvalidRequest(
+            "sampling.stop", f"at most {MAX_STOP_STRINGS} strings, got {len(sampling.stop)}"
+        )
     for i, text in enumerate(sampling.stop):
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequest(f"sampling.stop[{i}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters")
+            raise InvalidRequest(
+                f"sampling.stop[{i}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters"
+            )
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
     if limits is not None:
         _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
 
 
-def _check_ids(field: str, ids: object, vocab_size: int) -> None:
-    for i, token_id in enumerate(ids):  # type: ignore[var-annotated, arg-type]
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    for i, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{field}[{i}]", f"{token_id} lies outside the vocabulary [0, {vocab_size})")
+            raise InvalidRequest(
+                f"{field}[{i}]", f"{token_id} lies outside the vocabulary [0, {vocab_size})"
+            )
 
 
 def _check_range(field: str, value: float, low: float, high: float) -> None:
     if not math.isfinite(value) or not low <= value <= high:
-        raise InvalidRequest(field, f"must lie in [{low:g}, {high:g}], got {value:g}")
+        limit = f"lie in [{low:g}, {high:g}]" if math.isfinite(high) else f"be at least {low:g}"
+        raise InvalidRequest(field, f"must {limit}, got {value:.16g}")

@@ -88,7 +88,11 @@ SAME: dict[str, tuple[dict[str, Any], pb.GenerateRequest, str, str]] = {
         ("top_p 0", sampling(top_p=0.0), "top_p", "above 0 and at most 1"),
         ("top_p > 1", sampling(top_p=1.5), "top_p", "[0, 1]"),
         ("min_p nan", sampling(min_p=math.nan), "min_p", "[0, 1]"),
-        ("top_k -2", sampling(top_k=-2), "top_k", "[-1, "),
+        ("n too many", sampling(n=10**9), "n", "[1, 128]"),
+        ("min_tokens", sampling(min_tokens=10**8, max_tokens=4), "min_tokens", "max_tokens, 4"),
+        ("logprobs", sampling(logprobs=10**6), "logprobs", "[0, 20]"),
+        ("penalty", sampling(presence_penalty=2.5), "presence_penalty", "[-2, 2]"),
+        ("top_k -2", sampling(top_k=-2), "top_k", "at least -1"),
         ("max_tokens 0", sampling(max_tokens=0), "max_tokens", "at least 1"),
         ("max_tokens -1", sampling(max_tokens=-1), "max_tokens", "at least 1"),
         ("17 stops", sampling(stop=LONG_STOP), "stop", "at most 16"),
@@ -117,12 +121,12 @@ SAME: dict[str, tuple[dict[str, Any], pb.GenerateRequest, str, str]] = {
 }
 NOT_SERVED: dict[str, Any] = {
     "n": 2,
-    "min_tokens": 100_000_000,
+    "min_tokens": 8,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.5,
     "frequency_penalty": -2.0,
-    "logit_bias": {"99999999": 5.0},
-    "logprobs": 1_000_000,
+    "logit_bias": {"5": 5.0},
+    "logprobs": 3,
 }
 
 
@@ -165,7 +169,7 @@ async def test_designed_but_not_served(served: Any, field: str, stream: bool) ->
     """A field of the design that this build lacks is UNIMPLEMENTED and 501, and named."""
     value = NOT_SERVED[field]
     response = await post(served, COMPLETION, {**HELLO, field: value, "stream": stream})
-    given = {99_999_999: 5.0} if field == "logit_bias" else value
+    given = {5: 5.0} if field == "logit_bias" else value
     error = await outcome(served.grpc.Generate(request(sampling={field: given})))
     assert (response.status_code, error.code()) == (501, grpc.StatusCode.UNIMPLEMENTED)
     assert response.json()["error"]["message"] == error.details()
