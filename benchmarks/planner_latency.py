@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nightjar.rpc import dial
@@ -87,7 +86,7 @@ async def measure(address: str, num_asks: int, batch_sizes: int) -> dict[str, ob
                 await stream.write(request)
                 response = await stream.read()
                 plan_us.append((time.perf_counter() - start) * 1e6)
-                assert isinstance(response, pb.PlanResponse), await _why(stream)
+                assert isinstance(response, pb.PlanResponse)
                 decision, session = response.decision, response.decision.session
             for _ in range(100):
                 start = time.perf_counter()
@@ -141,10 +140,6 @@ def _report(decision: pb.Decision, rng: random.Random) -> pb.StepReport:
 def _percentiles(values: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(values, n=100)
     return {"p50": round(cuts[49], 1), "p99": round(cuts[98], 1)}
-
-
-async def _why(stream: grpc.aio.Call) -> str:
-    return f"{await stream.code()}: {await stream.details()}"
 
 
 if __name__ == "__main__":

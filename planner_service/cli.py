@@ -134,7 +134,7 @@ def _list_lines(answer: Mapping[str, Any]) -> list[str]:
         ]
     lines += ["", "VERSIONS, newest first (* decides)"]
     lines += [
-        f"{' *' if version['active'] else '  '}{_version_line(version)}"
+        f"{'*' if version['active'] else ' '} {_version_line(version)}"
         for version in answer["versions"]
     ]
     return lines

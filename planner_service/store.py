@@ -47,7 +47,7 @@ ALIASES = {
 FLUSH = """
 local last = tonumber(redis.call('GET', KEYS[2]) or '0')
 if tonumber(ARGV[1]) <= last then
-  return tonumber(redis.call('HGET', KEYS[1], 'revision') or '0')
+  return tonumber(redis.call('HGET', KEYS[1], 'revision') or '0') or 0
 end
 redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2])
 local revision = redis.call('HINCRBY', KEYS[1], 'revision', 1)
@@ -68,6 +68,8 @@ redis.call('PUBLISH', ARGV[3], revision + 1)
 return 1
 """
 
+# What the server says when it cannot add to a value; trying again would not help.
+NOT_OURS = ("WRONGTYPE", "not a float", "not an integer", "NaN or Infinity")
 StoreError = (RedisError, OSError)
 
 
@@ -156,7 +158,7 @@ class RedisStore:
         try:
             return int(await self._flush(keys, arguments))
         except ResponseError as error:
-            if "WRONGTYPE" in str(error) or "not a float" in str(error) or "NaN" in str(error):
+            if any(words in str(error) for words in NOT_OURS):
                 raise Refused(str(error)) from None
             raise
 

@@ -154,7 +154,7 @@ def from_json(text: str) -> Book:
         versions = tuple(_version(row) for row in body["versions"])
         next_number = _is(body["next_number"], int)
         changes = tuple(_is(token, str) for token in _is(body["changes"], list))
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a book of versions: {error}") from None
     numbers = [v.number for v in versions]
     if numbers != sorted(set(numbers)) or (numbers and numbers[-1] >= next_number):
@@ -167,7 +167,7 @@ def _version(row: object) -> Version:
     scope = _is(found["scope"], dict)
     reason = found["reason"]
     if reason not in ("operator", "rollback", "default"):
-        raise ValueError(f"not a book of versions: reason {reason!r}")
+        raise ValueError(f"reason {reason!r}")
     named = {_is(k, str): _is(v, str) for k, v in _is(found["parameters"], dict).items()}
     workers = tuple(_is(worker, str) for worker in _is(scope["worker_ids"], list))
     return Version(

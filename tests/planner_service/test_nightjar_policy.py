@@ -198,13 +198,16 @@ def test_answers_are_always_feasible(
     policy, rng = made(gamma_max=gamma_max, estimator=estimator), random.Random(seed)
     stats, session = NOTHING, Session()
     for batch_size, feasible, ran, moved in steps:
-        at = Context(batch_size, feasible_max_gamma=feasible, max_gamma=max_gamma, max_batch_size=16)
+        limits = {"max_gamma": max_gamma, "max_batch_size": 16}
+        at = Context(batch_size, feasible_max_gamma=feasible, **limits)
         choice, session = policy.select(at, stats, session, rng)
         assert not check_choice(choice, at)
         assert not check_table(choice.table, max_gamma)
         assert choice.gamma <= min(gamma_max, feasible, max_gamma)
         if moved:
-            session = unpack(pack(session, "1-nightjar", at.bucket, choice.hold_steps), "1-nightjar")
+            session = unpack(
+                pack(session, "1-nightjar", at.bucket, choice.hold_steps), "1-nightjar"
+            )
         if batch_size:
             rows = batch_size * (ran + 1)
             outcome = Outcome(ran + 1, ran + 1, 1000 + seed % 99, rows, rows, rows)

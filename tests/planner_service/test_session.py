@@ -27,7 +27,7 @@ def test_of_another_version_only_the_previous_gamma_remains() -> None:
 
 def test_a_session_keeps_the_buckets_decided_last() -> None:
     """Its size is bounded whatever batch sizes occur."""
-    numbers = {bucket: (1e14 + 0.5,) * 6 for bucket in range(4096)}
+    numbers = dict.fromkeys(range(4096), (100000000000000.0 + 0.5,) * 6)
     packed = pack(Session(0, numbers), "v", 1, 1)
     assert len(packed) <= MAX_BYTES
     assert list(unpack(packed, "v").numbers) == list(range(4096 - MAX_BUCKETS, 4096))

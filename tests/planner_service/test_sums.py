@@ -29,7 +29,9 @@ def outcomes(draw: st.DrawFn) -> tuple[Context, int, Outcome]:
 
 def exact(stats: Stats) -> dict[str, Any]:
     """Fields; those that are sums of quotients to nine digits."""
-    return {k: float(f"{v:.9g}") if k.endswith("ratio_us") else v for k, v in stats.fields().items()}
+    return {
+        k: float(f"{v:.9g}") if k.endswith("ratio_us") else v for k, v in stats.fields().items()
+    }
 
 
 @given(st.lists(outcomes(), max_size=12), st.integers(0, 99), st.integers(0, 12))
@@ -61,7 +63,15 @@ def test_fields_read_back_are_the_same_sums(taught: list[tuple[Context, int, Out
 
 def test_what_is_not_ours_in_the_store_is_left_out() -> None:
     """Unknown names are counted, and an arm without steps is not an arm."""
-    names = ["arm:1:2:nope", "arm:x:2:steps", "arm:1:99:steps", "total:no", "reached:8", "arm:1", ""]
+    names = [
+        "arm:1:2:nope",
+        "arm:x:2:steps",
+        "arm:1:99:steps",
+        "total:no",
+        "reached:8",
+        "arm:1",
+        "",
+    ]
     stats, num_unknown = from_fields([(name, 1.0) for name in names] + [("arm:1:2:rows", 5.0)])
     assert num_unknown == len(names)
     assert stats.fields() == {}

@@ -1,0 +1,148 @@
+"""The store against a real server: exactly once, whatever happens to scripts and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+from store_server import StoreServer
+
+from nightjar.errors import ConfigError
+from planner_service.store import RedisStore, Refused, StoreError, connect
+
+
+@pytest.fixture
+async def client(store: str) -> AsyncIterator[RedisStore]:
+    """A store as one planner process sees it."""
+    opened = RedisStore(connect(store), "me")
+    yield opened
+    await opened.close()
+
+
+async def test_a_replayed_flush_counts_once(client: RedisStore, store: str) -> None:
+    """The same number of the same process adds nothing; of another process it does."""
+    assert await client.flush("g", 1, {"x": 2, "y": 0.5}) == 1
+    assert await client.flush("g", 1, {"x": 2, "y": 0.5}) == 1
+    assert await client.read("g") == ({"x": 2, "y": 0.5}, 1)
+    other = RedisStore(connect(store), "other")
+    assert await other.flush("g", 1, {"x": 40}) == 2
+    await other.close()
+    assert await client.flush("g", 2, {"x": 10**15}) == 3
+    assert await client.read("g") == ({"x": 10**15 + 42, "y": 0.5}, 3)
+    assert await client.revisions(["g", "none"]) == [3, 0]
+
+
+async def test_a_flush_whose_reply_came_too_late_counts_once(
+    client: RedisStore, store_server: StoreServer
+) -> None:
+    """The server stops before it answers: the client gives up, tries again, and it counts once."""
+    await client.flush("g", 1, {"x": 1})
+    assert store_server.process is not None
+    store_server.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreError):
+            await client.flush("g", 2, {"x": 1})
+    finally:
+        store_server.process.send_signal(signal.SIGCONT)
+    assert await client.flush("g", 2, {"x": 1}) == 2
+    assert await client.read("g") == ({"x": 2}, 2)
+
+
+async def test_scripts_are_loaded_again_when_the_server_forgot_them(
+    client: RedisStore, store: str
+) -> None:
+    """SCRIPT FLUSH, as after a failover, costs nothing."""
+    await client.flush("g", 1, {"x": 1})
+    with redis.Redis.from_url(store) as raw:
+        raw.script_flush()
+    assert await client.flush("g", 2, {"x": 1}) == 2
+    assert await client.swap_book(0, "text")
+
+
+async def test_a_restart_keeps_what_was_flushed(
+    client: RedisStore, store_server: StoreServer
+) -> None:
+    """While the server is gone calls fail; afterwards the same client goes on."""
+    await client.flush("g", 1, {"x": 1})
+    store_server.kill(signal.SIGTERM)
+    with pytest.raises(StoreError):
+        await client.flush("g", 2, {"x": 1})
+    store_server.start()
+    assert await client.flush("g", 2, {"x": 1}) == 2
+    assert await client.read("g") == ({"x": 2}, 2)
+
+
+async def test_a_read_only_server_is_an_error_that_passes(client: RedisStore, store: str) -> None:
+    """A demoted server refuses; once it is a master again the same flush counts."""
+    with redis.Redis.from_url(store) as raw:
+        raw.replicaof("127.0.0.1", 1)
+        with pytest.raises(StoreError) as caught:
+            await client.flush("g", 1, {"x": 1})
+        await client.reconnect(caught.value)
+        raw.replicaof("NO", "ONE")
+    assert await client.flush("g", 1, {"x": 1}) == 1
+
+
+async def test_values_that_are_not_ours_are_refused_and_left_out(
+    client: RedisStore, store: str
+) -> None:
+    """A flush onto them is refused for good, counts at most once, and reading skips them."""
+    with redis.Redis.from_url(store) as raw:
+        raw.set("nightjar:{g}:sums", "text")
+        raw.hset("nightjar:{h}:sums", mapping={"x": "text", "y": "inf", "z": "3", "revision": "x"})
+    with pytest.raises(Refused):
+        await client.flush("g", 1, {"x": 1})
+    with pytest.raises(Refused):
+        await client.flush("h", 1, {"x": 1})
+    assert await client.read("h") == ({"z": 3}, 0)
+
+
+async def test_the_book_is_swapped_only_from_the_revision_it_has(client: RedisStore) -> None:
+    """Of two replicas that change the same book one has to read again."""
+    assert await client.read_book() == (None, 0)
+    assert await client.swap_book(0, "one")
+    assert not await client.swap_book(0, "other")
+    assert await client.read_book() == ("one", 1)
+
+
+async def test_a_change_of_the_book_is_hinted(client: RedisStore) -> None:
+    """Who listens is told at once, without polling."""
+    hints = client.hints()
+    hinted = asyncio.ensure_future(anext(hints))
+    revision = 0
+    async with asyncio.timeout(10):
+        while not hinted.done():  # the subscription starts at some moment
+            revision += await client.swap_book(revision, "text")
+            await asyncio.sleep(0.01)
+    await hinted
+    await hints.aclose()  # type: ignore[attr-defined]
+
+
+async def test_profiles_are_remembered(client: RedisStore, store: str) -> None:
+    """What is no profile is left out."""
+    assert await client.profiles() == []
+    await client.put_profile("p1", {"target": "t"})
+    with redis.Redis.from_url(store) as raw:
+        raw.sadd("nightjar:profiles", "p2", "p3")
+        raw.set("nightjar:{p2}:profile", "[1")
+    assert await client.profiles() == [{"target": "t"}]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:6379", "http://x", "redis://", "redis://h:port", "redis+sentinel://h:1", "://"],
+)
+def test_a_url_that_names_no_store_is_refused(url: str) -> None:
+    """The sentence names the flag and the value."""
+    with pytest.raises(ConfigError, match="--store"):
+        connect(url)
+
+
+async def test_valkey_urls_are_taken(store: str) -> None:
+    """The schemes that Valkey's own tools print work too."""
+    opened = RedisStore(connect(store.replace("unix://", "valkey+unix://")), "me")
+    assert await opened.read("g") == ({}, 0)
+    await opened.close()
