@@ -1,0 +1,684 @@
+"""Elastic memory against the real block manager: every path, and random events over real bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+
+import pytest
+
+from nightjar.errors import ModelRefused
+from worker.engine.block_manager import BlockManager, Owner
+from worker.engine.elastic import FREEZE_LIMIT_S, RELOAD_BACKOFF_S, SETTLE_S, ElasticMemory
+from worker.messages import (
+    AgentLink,
+    Grant,
+    GrantAnswer,
+    RequestRefused,
+    ToFront,
+    TransitionDone,
+    TransitionRequest,
+)
+
+BLOCK, BASE, EXTRA = 4, 12, 8
+IMAGE = "image"  # what a tail block holds once it was reloaded
+
+
+class Row:
+    """A row whose token at a position is a function of its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.table: list[int] = []
+        self.num_tokens = 0
+
+    def token(self, position: int) -> tuple[int, int]:
+        """The content of one slot."""
+        return (self.seed, position)
+
+    def block_hash(self, index: int) -> bytes:
+        """The prefix cache's key of a full block."""
+        return hashlib.sha256(f"{self.seed}/{index}".encode()).digest()
+
+
+class World:
+    """A pool with bytes, rows that write it, a draft, an agent, a clock; the engine's loop."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.gone = True
+        self.blocks = BlockManager(BASE, EXTRA, BLOCK)
+        self.rows: list[Row] = []
+        self.memory: list[list[object]] = [[None] * BLOCK for _ in range(BASE + EXTRA)]
+        for block in self.tail:
+            self.memory[block] = [IMAGE] * BLOCK
+        self.draft_calls: list[str] = []
+        self.restore_error = ""
+        self.sent: list[ToFront] = []
+        self.num_renames = 0
+        self.num_moved = 0  # live blocks
+        self.elastic = ElasticMemory(self, self.blocks, self, lambda: self.now, lambda: self.gone)
+
+    @property
+    def tail(self) -> range:
+        """Ids of the tail's blocks."""
+        return range(BASE, BASE + EXTRA)
+
+    # ---- what elastic memory needs of scheduler and draft ----
+
+    def blocks_being_filled(self) -> set[int]:
+        """Blocks that the next step may write."""
+        return {b for row in self.rows for b in row.table[row.num_tokens // BLOCK :]}
+
+    def rename(self, moves: dict[int, int]) -> None:
+        """Tables and block manager in one call."""
+        self.num_renames += 1
+        self.num_moved += sum(block in moves for row in self.rows for block in row.table)
+        self.blocks.rename(moves)
+        for row in self.rows:
+            row.table[:] = [moves.get(block, block) for block in row.table]
+
+    def drop(self) -> None:
+        """The draft forgets the tail."""
+        self.draft_calls.append("drop")
+
+    def restore(self) -> None:
+        """The draft comes back; the tail must hold the image."""
+        assert all(self.memory[block] == [IMAGE] * BLOCK for block in self.tail)
+        if self.restore_error:
+            raise ModelRefused(self.restore_error)
+        self.draft_calls.append("restore")
+
+    # ---- rows ----
+
+    def start(self, seed: int, num_tokens: int) -> Row | None:
+        """Admit a row, with what the prefix cache has of it, and prefill it."""
+        row = Row(seed)
+        hits = self.blocks.match(row.block_hash(i) for i in range((num_tokens - 1) // BLOCK))
+        self.blocks.acquire(hits)
+        row.table.extend(hits)
+        row.num_tokens = len(hits) * BLOCK
+        self.rows.append(row)
+        if not self.write(row, num_tokens - row.num_tokens):
+            self.finish(row)
+            return None
+        return row
+
+    def write(self, row: Row, num_tokens: int) -> bool:
+        """A step writes the row's next tokens; False if there is no room."""
+        assert self.elastic.launch_allowed
+        if not self.blocks.grow(row.table, row.num_tokens + num_tokens):
+            return False
+        for position in range(row.num_tokens, row.num_tokens + num_tokens):
+            self.memory[row.table[position // BLOCK]][position % BLOCK] = row.token(position)
+        first, row.num_tokens = row.num_tokens, row.num_tokens + num_tokens
+        for index in range(first // BLOCK, row.num_tokens // BLOCK):
+            self.blocks.insert(row.table[index], row.block_hash(index))
+        return True
+
+    def finish(self, row: Row) -> None:
+        """A row ends."""
+        self.rows.remove(row)
+        self.blocks.release(row.table)
+
+    # ---- the loop ----
+
+    def tell(self, message: TransitionRequest | GrantAnswer | AgentLink) -> list[ToFront]:
+        """The front passes a message on."""
+        return self._checked(self.elastic.on_message(message))
+
+    def turn(self) -> list[ToFront]:
+        """The loop comes round with nothing in flight."""
+        return self._checked(self.elastic.after_retire())
+
+    def _checked(self, messages: list[ToFront]) -> list[ToFront]:
+        self.sent += messages
+        self.check()
+        return messages
+
+    def check(self) -> None:
+        """What must hold after every event."""
+        self.blocks.check_integrity([row.table for row in self.rows])
+        for row in self.rows:
+            for position in range(row.num_tokens):
+                held = self.memory[row.table[position // BLOCK]][position % BLOCK]
+                assert held == row.token(position), f"{row.seed}/{position} holds {held}"
+        if self.elastic.draft_usable:
+            assert all(self.blocks.owner(block) is Owner.DRAFT for block in self.tail)
+            assert all(self.memory[block] == [IMAGE] * BLOCK for block in self.tail)
+            assert self.draft_calls[-1:] != ["drop"]
+
+    def perform(self, grant: Grant, start: int = 0, num_blocks: int | None = None) -> None:
+        """The agent does what a grant allows, or some blocks of it."""
+        end = None if num_blocks is None else start + num_blocks
+        if grant.kind == "load":
+            for block in self.tail[start:end]:
+                self.memory[block] = [IMAGE] * BLOCK
+            return
+        pairs = list(zip(grant.source_ids, grant.destination_ids, strict=True))
+        for source, destination in pairs[start:end]:
+            self.memory[destination] = list(self.memory[source])
+
+    def answer(self, grant: Grant, ok: bool = True, start: int = 0) -> list[ToFront]:
+        """Perform a grant from its block `start` on, and answer it."""
+        self.perform(grant, start)
+        return self.tell(GrantAnswer(grant_id=grant.grant_id, ok=ok, error="" if ok else "broken"))
+
+
+def only_grant(messages: list[ToFront]) -> Grant:
+    """The single grant among the messages."""
+    (grant,) = messages
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def only_refusal(messages: list[ToFront]) -> RequestRefused:
+    """The single refusal among the messages."""
+    (refusal,) = messages
+    assert isinstance(refusal, RequestRefused)
+    return refusal
+
+
+@pytest.fixture
+def world() -> World:
+    """A resident draft with an agent attached."""
+    world = World()
+    world.tell(AgentLink(connected=True))
+    return world
+
+
+@pytest.fixture
+def expanded(world: World) -> World:
+    """An expanded pool: a long row with full and half-filled tail blocks, a short one beside it.
+
+    The head was full of rows when the others were admitted; those have finished.
+    """
+    world.tell(TransitionRequest(request_id=1, kind="expand"))
+    world.turn()
+    filler = world.start(1, BASE * BLOCK)
+    assert filler is not None
+    assert world.start(2, 3 * BLOCK + 1) is not None
+    assert world.start(3, BLOCK) is not None
+    world.finish(filler)
+    assert len(world.blocks.live_tail_blocks()) == 5
+    return world
+
+
+def contract(world: World, request_id: int = 2) -> list[ToFront]:
+    """The agent asks to contract."""
+    return world.tell(TransitionRequest(request_id=request_id, kind="contract"))
+
+
+def test_expansion_waits_for_the_last_step_that_used_the_draft(world: World) -> None:
+    """Gamma is clamped at once; the tail is handed out only with nothing in flight."""
+    assert (world.elastic.residency, world.elastic.draft_usable) == ("resident", True)
+    assert world.tell(TransitionRequest(request_id=7, kind="expand")) == []
+    assert (world.elastic.residency, world.elastic.draft_usable) == ("offloading", False)
+    assert (world.blocks.num_total, world.draft_calls) == (BASE, [])
+    epoch = world.blocks.draft_epoch
+    assert world.turn() == [TransitionDone(request_id=7, residency="offloaded")]
+    assert (world.blocks.num_total, world.draft_calls) == (BASE + EXTRA, ["drop"])
+    assert world.blocks.draft_epoch == epoch + 1
+    assert world.elastic.launch_allowed
+    assert world.elastic.counters.num_expansions == 1
+
+
+def test_expansion_needs_no_agent(world: World) -> None:
+    """An agent that dies after it asked changes nothing."""
+    world.tell(TransitionRequest(request_id=7, kind="expand"))
+    world.tell(AgentLink(connected=False))
+    assert world.turn() == [TransitionDone(request_id=7, residency="offloaded")]
+    assert world.start(1, (BASE + EXTRA) * BLOCK) is not None
+
+
+def test_a_whole_contraction(expanded: World) -> None:
+    """Full blocks while steps run, the rest while they pause, one rename, then the load."""
+    world, elastic = expanded, expanded.elastic
+    row = world.rows[0]
+    half_filled = row.table[-1]
+    copy = only_grant(contract(world))
+    assert elastic.residency == "reloading"
+    assert elastic.launch_allowed
+    assert half_filled not in copy.source_ids
+    assert len(copy.source_ids) == 4
+    assert set(copy.source_ids) <= set(world.tail)
+    assert all(world.blocks.owner(b) is Owner.GRANTED for b in copy.destination_ids)
+    assert elastic.counters.num_granted_blocks == 5
+    assert world.write(row, 2)
+    assert world.turn() == []
+    assert world.answer(copy) == []
+    assert not elastic.launch_allowed
+    rest = only_grant(world.turn())
+    assert (rest.source_ids, elastic.launch_allowed) == ([half_filled], False)
+    assert world.turn() == []
+    world.answer(rest)
+    before = list(row.table)
+    load = only_grant(world.turn())
+    assert (load.kind, load.source_ids, load.destination_ids) == ("load", [], [])
+    assert world.num_renames == 1
+    assert elastic.launch_allowed
+    assert max(row.table) < BASE <= max(before)
+    assert elastic.counters.num_granted_blocks == EXTRA
+    assert world.write(row, 2)
+    assert not elastic.draft_usable
+    assert world.answer(load) == []
+    assert world.turn() == [TransitionDone(request_id=2, residency="resident")]
+    assert elastic.draft_usable
+    assert world.draft_calls == ["drop", "restore"]
+    assert world.blocks.num_total == BASE
+    assert elastic.counters.num_contractions == 1
+    assert elastic.counters.num_granted_blocks == 0
+
+
+def test_a_prefix_is_found_again_after_the_rename(expanded: World) -> None:
+    """Hashes move with their blocks."""
+    world = expanded
+    copy = only_grant(contract(world))
+    world.answer(copy)
+    world.answer(only_grant(world.turn()))
+    world.answer(only_grant(world.turn()))
+    world.turn()
+    twin = world.start(2, 3 * BLOCK + 1)
+    assert twin is not None
+    assert twin.table[:3] == world.rows[0].table[:3]
+    world.check()
+
+
+def test_an_empty_tail_needs_no_copy(world: World) -> None:
+    """With no live tail block the load is granted at once."""
+    world.tell(TransitionRequest(request_id=1, kind="expand"))
+    world.turn()
+    assert contract(world) == []
+    assert only_grant(world.turn()).kind == "load"
+
+
+def test_rows_that_end_while_they_are_copied(expanded: World) -> None:
+    """Their destinations come back at the rename, and nothing waits for them."""
+    world = expanded
+    copy = only_grant(contract(world))
+    for row in list(world.rows):
+        world.finish(row)
+    world.check()
+    world.answer(copy)
+    assert only_grant(world.turn()).kind == "load"
+    assert world.blocks.num_free == BASE
+    world.check()
+
+
+def test_a_row_that_ends_while_steps_pause(expanded: World) -> None:
+    """A disconnect during the last copy frees the row's blocks and no other's."""
+    world = expanded
+    world.answer(only_grant(contract(world)))
+    rest = only_grant(world.turn())
+    world.finish(world.rows[0])
+    world.check()
+    world.answer(rest)
+    assert only_grant(world.turn()).kind == "load"
+    world.check()
+
+
+def test_too_few_free_head_blocks(world: World) -> None:
+    """A contraction that does not fit is refused and leaves the tail open."""
+    world.tell(TransitionRequest(request_id=1, kind="expand"))
+    world.turn()
+    assert world.start(1, (BASE + 2) * BLOCK) is not None
+    assert "too few free head blocks" in only_refusal(contract(world)).reason
+    assert (world.elastic.residency, world.elastic.launch_allowed) == ("offloaded", True)
+    assert world.blocks.num_free == EXTRA - 2
+    assert world.start(2, BLOCK) is not None
+
+
+@pytest.mark.parametrize("phase", ["copy", "rest"])
+def test_a_failed_copy_frees_the_destinations_and_nothing_else(expanded: World, phase: str) -> None:
+    """Not ok before the rename: tables as they were, tail open, steps allowed, one refusal."""
+    world = expanded
+    tables = [list(row.table) for row in world.rows]
+    num_free = world.blocks.num_free
+    grant = only_grant(contract(world))
+    if phase == "rest":
+        world.answer(grant)
+        grant = only_grant(world.turn())
+    messages = world.answer(grant, ok=False)
+    assert only_refusal(messages) == RequestRefused(request_id=2, reason="broken")
+    assert (world.elastic.residency, world.elastic.launch_allowed) == ("offloaded", True)
+    assert [row.table for row in world.rows] == tables
+    assert world.blocks.num_free == num_free
+    assert world.num_renames == 0
+    assert only_grant(contract(world, 3)).kind == "copy"
+
+
+@pytest.mark.parametrize("phase", ["copy", "rest"])
+def test_a_death_while_copying(expanded: World, phase: str) -> None:
+    """The grant ends a second after the stream; destinations are quarantined until then."""
+    world = expanded
+    grant = only_grant(contract(world))
+    if phase == "rest":
+        world.answer(grant)
+        grant = only_grant(world.turn())
+    world.tell(AgentLink(connected=False))
+    world.perform(grant, 0, 1)
+    world.now += SETTLE_S - 0.01
+    assert world.turn() == []
+    assert world.elastic.counters.num_granted_blocks == 5
+    assert world.elastic.launch_allowed == (phase == "copy")
+    world.now += 0.02
+    assert only_refusal(world.turn()).reason == "the agent is gone"
+    assert world.elastic.launch_allowed
+    assert world.elastic.counters.num_granted_blocks == 0
+    assert world.tell(GrantAnswer(grant_id=grant.grant_id, ok=True)) == []
+
+
+def test_a_death_between_the_two_copies(expanded: World) -> None:
+    """With no grant open there is nothing to wait for."""
+    world = expanded
+    copy = only_grant(contract(world))
+    world.answer(copy)
+    world.tell(AgentLink(connected=False))
+    assert only_refusal(world.turn()).reason == "the agent is gone"
+    assert world.elastic.launch_allowed
+
+
+def test_a_new_agent_does_not_end_the_settling_early(expanded: World) -> None:
+    """A reconnect within the second waits out the second all the same."""
+    world = expanded
+    grant = only_grant(contract(world))
+    world.tell(AgentLink(connected=False))
+    world.tell(AgentLink(connected=True))
+    world.perform(grant)
+    assert world.turn() == []
+    world.now += SETTLE_S
+    assert only_refusal(world.turn()).reason == "the agent is gone"
+    assert only_grant(contract(world, 3)).kind == "copy"
+
+
+@pytest.mark.parametrize("phase", ["copy", "rest"])
+def test_a_lost_agent_that_lives_keeps_its_destinations(expanded: World, phase: str) -> None:
+    """Stream lost but process stopped: steps and tail go on, the destinations stay granted."""
+    world = expanded
+    grant = only_grant(contract(world))
+    if phase == "rest":
+        world.answer(grant)
+        grant = only_grant(world.turn())
+    world.gone = False
+    world.tell(AgentLink(connected=False))
+    world.now += SETTLE_S
+    assert "not gone" in only_refusal(world.turn()).reason
+    assert world.elastic.launch_allowed
+    world.now += 1000
+    assert world.turn() == []
+    assert world.elastic.counters.num_granted_blocks == 5
+    world.perform(grant)
+    world.check()
+    world.gone = True
+    assert world.turn() == []
+    assert world.elastic.counters.num_granted_blocks == 0
+
+
+def test_a_silent_agent_does_not_stop_steps(expanded: World) -> None:
+    """Silence in the last copy costs a second; the grant stays open, and nothing new begins."""
+    world = expanded
+    world.answer(only_grant(contract(world)))
+    rest = only_grant(world.turn())
+    world.now += FREEZE_LIMIT_S / 2
+    assert world.turn() == []
+    assert not world.elastic.launch_allowed
+    world.now += FREEZE_LIMIT_S
+    assert "in time" in only_refusal(world.turn()).reason
+    assert world.elastic.launch_allowed
+    assert world.write(world.rows[0], 9)
+    assert world.elastic.counters.num_granted_blocks == 5
+    assert "still open" in only_refusal(contract(world, 3)).reason
+    assert world.answer(rest) == []
+    assert world.elastic.counters.num_granted_blocks == 0
+    assert only_grant(contract(world, 4)).kind == "copy"
+
+
+def test_silence_in_the_first_copy_is_waited_for(expanded: World) -> None:
+    """Steps run meanwhile, and no time-out ends the grant."""
+    world = expanded
+    copy = only_grant(contract(world))
+    world.now += 3600
+    assert world.turn() == []
+    assert world.elastic.counters.num_granted_blocks == 5
+    assert world.write(world.rows[0], 1)
+    world.answer(copy)
+    assert only_grant(world.turn()).kind == "copy"
+
+
+def to_load(world: World) -> Grant:
+    """Contract up to the load's grant."""
+    world.answer(only_grant(contract(world)))
+    world.answer(only_grant(world.turn()))
+    load = only_grant(world.turn())
+    assert load.kind == "load"
+    return load
+
+
+def test_a_failed_load_is_tried_again_later(expanded: World) -> None:
+    """The draft is unusable until a load is verified; the waits double."""
+    world = expanded
+    load = to_load(world)
+    for factor in (1, 2, 4):
+        assert world.answer(load, ok=False) == []
+        assert (world.elastic.residency, world.elastic.draft_usable) == ("reloading", False)
+        assert world.elastic.launch_allowed
+        world.now += RELOAD_BACKOFF_S * factor - 0.01
+        assert world.turn() == []
+        world.now += 0.02
+        load = only_grant(world.turn())
+    world.answer(load)
+    assert world.turn() == [TransitionDone(request_id=2, residency="resident")]
+
+
+def test_a_new_agent_finishes_the_reload(expanded: World) -> None:
+    """A death while loading waits for the next agent; the tail stays the draft's meanwhile."""
+    world = expanded
+    load = to_load(world)
+    world.tell(AgentLink(connected=False))
+    world.perform(load, 0, 2)
+    world.now += 1000
+    assert world.turn() == []
+    assert world.turn() == []
+    assert (world.elastic.residency, world.elastic.launch_allowed) == ("reloading", True)
+    assert world.blocks.num_total == BASE
+    assert world.write(world.rows[0], 5)
+    world.tell(AgentLink(connected=True))
+    again = only_grant(world.turn())
+    assert again.grant_id > load.grant_id
+    assert world.tell(GrantAnswer(grant_id=load.grant_id, ok=True)) == []
+    assert world.turn() == []
+    world.answer(again)
+    assert world.turn() == [TransitionDone(request_id=2, residency="resident")]
+
+
+def test_a_draft_that_cannot_be_restored_is_loaded_again(expanded: World) -> None:
+    """Bytes that pass the checksum but give no draft do not make it resident."""
+    world = expanded
+    load = to_load(world)
+    world.restore_error = "the draft's own check failed"
+    world.answer(load)
+    assert world.turn() == []
+    assert not world.elastic.draft_usable
+    world.restore_error = ""
+    world.now += RELOAD_BACKOFF_S
+    world.answer(only_grant(world.turn()))
+    assert world.turn() == [TransitionDone(request_id=2, residency="resident")]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kind", "sentence"),
+    [
+        (lambda w: None, "contract", "the draft is resident, not offloaded"),
+        (lambda w: None, "shrink", "unknown kind 'shrink'"),
+        (lambda w: w.tell(AgentLink(connected=False)), "expand", "stream of this request was lost"),
+        (
+            lambda w: w.tell(TransitionRequest(request_id=1, kind="expand")),
+            "expand",
+            "a transition is running",
+        ),
+    ],
+)
+def test_refused_requests(
+    world: World, prepare: Callable[[World], object], kind: str, sentence: str
+) -> None:
+    """What cannot be done now is refused with a sentence and changes nothing."""
+    prepare(world)
+    residency = world.elastic.residency
+    refusal = only_refusal(world.tell(TransitionRequest(request_id=9, kind=kind)))
+    assert refusal.request_id == 9
+    assert sentence in refusal.reason
+    assert world.elastic.residency == residency
+
+
+def test_without_a_draft_model() -> None:
+    """Nothing can be given back: requests are refused, and n-gram drafts are not clamped."""
+    world = World()
+    elastic = ElasticMemory(world, world.blocks, None, lambda: 0.0)
+    elastic.on_message(AgentLink(connected=True))
+    refusal = only_refusal(elastic.on_message(TransitionRequest(request_id=1, kind="expand")))
+    assert refusal.reason == "there is no draft model"
+    assert (elastic.residency, elastic.draft_usable, elastic.launch_allowed) == ("none", True, True)
+
+
+def test_answers_to_unknown_grants_are_ignored(expanded: World) -> None:
+    """An answer to no open grant moves nothing."""
+    world = expanded
+    assert world.tell(GrantAnswer(grant_id=99, ok=True)) == []
+    copy = only_grant(contract(world))
+    assert world.tell(GrantAnswer(grant_id=copy.grant_id + 1, ok=True)) == []
+    assert world.turn() == []
+
+
+class Chaos:
+    """Rows, an agent that works, fails, stalls and dies, and time, in random order.
+
+    A grant that was sent stays with the agent that got it: it may write what the grant allows
+    until it has answered, or has died and a second has passed, or, stopped, until it is gone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.world = World()
+        self.num_requests = 0
+        self.held: list[Grant] = []  # that some agent may still work on
+        self.num_done = 0  # blocks of it
+        self.connected = True
+        self.lost_at = 0.0
+        self.world.tell(AgentLink(connected=True))
+        self.events: list[tuple[Callable[[], None], int]] = [
+            (self.start, 8), (self.step, 10), (self.finish, 5), (self.request, 6),
+            (self.turn, 10), (self.work, 8), (self.answer, 4), (self.lose, 2),
+            (self.attach, 5), (self.die, 5), (self.wait, 2),
+        ]  # fmt: skip
+
+    def run(self, num_events: int) -> None:
+        """Let things happen, and check what must hold after each."""
+        calls, weights = zip(*self.events, strict=True)
+        for call in self.rng.choices(calls, weights, k=num_events):
+            call()
+            self.world.check()
+
+    def take(self, messages: list[ToFront]) -> None:
+        """Deliver grants if there is a stream."""
+        grants = [m for m in messages if isinstance(m, Grant)]
+        assert not (grants and self.held), "two grants are open"
+        if self.connected and grants:
+            self.held, self.num_done = grants, 0
+
+    def start(self) -> None:
+        """Admit a row; sometimes of a prefix seen before."""
+        if self.world.elastic.launch_allowed:
+            self.world.start(self.rng.randrange(8), self.rng.randint(1, 14))
+
+    def step(self) -> None:
+        """Rows advance; one without room is preempted."""
+        for row in list(self.world.rows):
+            if self.world.elastic.launch_allowed and not self.world.write(row, 1):
+                self.world.finish(row)
+
+    def finish(self) -> None:
+        """Rows end, whatever goes on; old ones first, and now and then many at once."""
+        for row in self.world.rows[: self.rng.choice([1, 1, 1, 4])]:
+            self.world.finish(row)
+
+    def request(self) -> None:
+        """The agent asks for what the residency calls for."""
+        usable, blocks = self.world.elastic.draft_usable, self.world.blocks
+        timely = blocks.num_free <= 4 if usable else blocks.live_tail_blocks()
+        if not timely and self.rng.random() < 0.95:
+            return
+        kind = "expand" if usable else "contract"
+        self.num_requests += 1
+        self.take(self.world.tell(TransitionRequest(request_id=self.num_requests, kind=kind)))
+
+    def turn(self) -> None:
+        """The loop comes round."""
+        self.take(self.world.turn())
+
+    def work(self) -> None:
+        """The agent does part of what it holds; its stream may be lost."""
+        if self.held:
+            num_blocks = self.rng.randint(0, 3)
+            self.world.perform(self.held[0], self.num_done, num_blocks)
+            self.num_done += num_blocks
+
+    def answer(self) -> None:
+        """The agent ends its grant; now and then it failed."""
+        if self.held and self.connected:
+            ok = self.rng.random() < 0.85
+            self.take(self.world.answer(self.held.pop(), ok, self.num_done))
+
+    def lose(self) -> None:
+        """The stream is lost: the agent died, or only stopped."""
+        if self.connected:
+            self.world.gone = self.rng.random() < 0.5
+            self.connected, self.lost_at = False, self.world.now
+            self.take(self.world.tell(AgentLink(connected=False)))
+
+    def die(self) -> None:
+        """A stopped agent goes at last."""
+        if not self.connected and not self.world.gone:
+            self.world.gone, self.held = True, []
+
+    def attach(self) -> None:
+        """A new agent; the arena's lock lets it in only once the old one writes no more."""
+        if not self.connected and self.world.gone:
+            self.connected, self.held = True, []
+            self.take(self.world.tell(AgentLink(connected=True)))
+
+    def wait(self) -> None:
+        """Time passes; a dead agent's last write ends within a second."""
+        self.world.now += self.rng.choice([0.1, 0.6, 1.0, 4.0])
+        if not self.connected and self.world.gone and self.world.now >= self.lost_at + SETTLE_S:
+            self.held = []
+
+    def settle(self) -> None:
+        """Left alone with a good agent, every transition ends and nothing stays granted."""
+        world = self.world
+        self.die()
+        self.attach()
+        for _ in range(20):
+            world.now += 40
+            self.turn()
+            if self.held:
+                self.take(world.answer(self.held.pop(), True, self.num_done))
+        assert world.elastic.residency in ("resident", "offloaded")
+        assert world.elastic.launch_allowed
+        assert world.elastic.counters.num_granted_blocks == 0
+
+
+def test_random_events() -> None:
+    """Bytes, owners and tables agree after every event, and what can happen did happen."""
+    num_moved = num_contractions = num_given_up = 0
+    for seed in range(120):
+        chaos = Chaos(seed)
+        chaos.run(300)
+        chaos.settle()
+        world = chaos.world
+        num_moved += world.num_moved
+        num_contractions += world.elastic.counters.num_contractions
+        num_given_up += sum(
+            isinstance(m, RequestRefused) and "gone" in m.reason for m in world.sent
+        )
+    assert min(num_moved, num_contractions, num_given_up) >= 30
