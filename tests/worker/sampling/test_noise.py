@@ -35,7 +35,7 @@ def reference(seed: int, position: int, vocab_size: int) -> np.ndarray:
 @pytest.mark.parametrize("vocab_size", [5, 320, 16_384, 16_385, 49_152, 50_257])
 def test_matches_reference(vocab_size: int) -> None:
     """Numpy's unsigned integers and torch's wrapping ones give the same noise within 1e-6."""
-    for seed, position in ((0, 0), (1, 7), (2**64 - 1, 8191), (-3, 12)):
+    for seed, position in ((0, 0), (2**64 - 1, 8191), (-3, 12)):
         got = noise.row(seed, position, vocab_size)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, reference(seed, position, vocab_size), atol=1e-6, rtol=0)
