@@ -72,6 +72,14 @@ class Ledger:
         for key in keys:
             self._groups.setdefault(key, _Group())
 
+    def forget(self, key: str) -> bool:
+        """Forget a group, unless the store lacks something of it; returns whether it is gone."""
+        group = self._groups.get(key)
+        if group is not None and (group.flight is not None or group.pending is not NOTHING):
+            return False
+        self._groups.pop(key, None)
+        return True
+
     def groups(self) -> list[str]:
         """Keys of all groups."""
         return list(self._groups)

@@ -62,23 +62,30 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
     servicer = PlannerServicer(planner, sync)
     server = Server(config.listen, ["nightjar.v1.PlannerService"])
     planner_pb2_grpc.add_PlannerServiceServicer_to_server(servicer, server.grpc)
-    await sync.start()
-    await server.start()
-    await server.set_ready(True)
+    try:
+        await sync.start()
+        await server.start()
+        await _run(sync, servicer, server, config.drain_timeout_s)
+    finally:
+        await sync.finish()
+
+
+async def _run(
+    sync: Sync, servicer: PlannerServicer, server: Server, drain_timeout_s: float
+) -> None:
+    """Serve, and keep memory and store together, until a signal."""
     background = asyncio.create_task(sync.run())
     signalled = asyncio.create_task(until_signalled())
+    await server.set_ready(True)
     print(f"listening on {server.address}", flush=True)
     try:
-        # Without a store the background has nothing to do and ends at once.
-        waited = {signalled, background} if store is not None else {signalled}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({signalled, background}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         servicer.close()
-        await server.stop(config.drain_timeout_s)
+        await server.stop(drain_timeout_s)
         signalled.cancel()
         background.cancel()
         ended = await asyncio.gather(background, signalled, return_exceptions=True)
-        await sync.finish()
     for result in ended:
         if isinstance(result, Exception):
             raise result

@@ -22,6 +22,7 @@ from planner_service.trial import try_out
 from planner_service.versions import Book, Scope
 
 MAX_PROFILES = 256
+MAX_TRIED_PROFILES = 4  # a new policy is tried on what is known of these, most recent ones
 MAX_REMEMBERED_DECISIONS = 16_384
 FALLBACK_VERSION = "0-off"  # plain decoding, where no version can decide
 
@@ -118,8 +119,8 @@ class Planner:
                 "name", f"unknown policy {name[:64]!r}; known: {', '.join(self.registry)}"
             )
         policy, parameters = self.registry[name].build(given)
-        keys = [scope.profile_key] if scope.profile_key else list(self.profiles)[:8]
-        problem = try_out(policy, [self.stats(key) for key in keys])
+        known = [p for p in self.profiles.values() if scope.profile_key in ("", p.key)]
+        problem = try_out(policy, [self.stats(profile) for profile in known[-MAX_TRIED_PROFILES:]])
         if problem:
             raise InvalidRequest("name", f"policy {name!r} was tried and refused {problem}")
         return parameters
@@ -149,22 +150,32 @@ class Planner:
     # ---- the two verbs -----------------------------------------------------------------
 
     def register(self, profile: Profile) -> None:
-        """Know a profile.
+        """Know a profile; the one that was silent longest gives way if there are too many.
+
+        What was learned for that one stays in the store, and is read again when it speaks.
 
         Raises:
-            Overloaded: Too many are known.
+            Overloaded: Too many are known whose sums the store does not have yet.
         """
-        if profile.key not in self.profiles:
+        known = self.profiles.pop(profile.key, None)
+        if known is None:
             if len(self.profiles) >= MAX_PROFILES:
-                raise Overloaded(f"the planner knows {MAX_PROFILES} profiles, its limit", 60)
-            self.profiles[profile.key] = profile
+                self._forget_one()
             self.ledger.track((profile.key, profile.acceptance_key))
+        self.profiles[profile.key] = known or profile  # last: most recently heard
 
-    def stats(self, profile_key: str) -> Stats:
+    def _forget_one(self) -> None:
+        for key, silent in self.profiles.items():
+            if self.ledger.forget(key):
+                del self.profiles[key]
+                if all(p.acceptance_key != silent.acceptance_key for p in self.profiles.values()):
+                    self.ledger.forget(silent.acceptance_key)
+                return
+        raise Overloaded(f"the planner knows {MAX_PROFILES} profiles, its limit", 1)
+
+    def stats(self, profile: Profile) -> Stats:
         """All that is known of a profile."""
-        if (profile := self.profiles.get(profile_key)) is None:
-            return NOTHING
-        times = self.ledger.total(profile_key)
+        times = self.ledger.total(profile.key)
         return times.with_acceptance(self.ledger.total(profile.acceptance_key))
 
     def decide(self, stream: Stream, context: Context, returned: bytes = b"") -> Decision:
@@ -173,7 +184,7 @@ class Planner:
         The session that came back counts on a stream's first decision only; after that the
         stream's own is newer, since a decision may have crossed the question on the wire.
         """
-        stats = self.stats(stream.profile.key)
+        stats = self.stats(stream.profile)
         for version in self._candidates(stream.profile.key, stream.worker_id):
             session = _session(stream, version, returned)
             try:
@@ -203,6 +214,7 @@ class Planner:
         context, gamma, decision_id, outcome = report
         if context.feasible_max_gamma == 0:
             return
+        self.register(stream.profile)
         outcome = outcome._replace(propensity=self._propensities.get(decision_id))
         learned = self._update(stream, context, gamma, outcome)
         now = self._clock()

@@ -202,7 +202,9 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
     ) -> pb.ActivatePolicyResponse:
         """Try a policy out and make it the one that decides in a scope."""
         scope = self._known(read.scope(request.scope))
-        parameters = self._planner.prepare(request.name, read.parameters(request.parameters), scope)
+        given = read.parameters(request.parameters)
+        # In a thread: decisions go on while the policy is tried out.
+        parameters = await asyncio.to_thread(self._planner.prepare, request.name, given, scope)
         now_ms, made = _now_ms(), list[Version]()
 
         def change(book: Book) -> Book:
@@ -244,7 +246,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         oldest = planner.ledger.oldest()
         return pb.GetPolicyStateResponse(
             version=self._shown(versions[0]) if versions else pb.PolicyVersion(version=deciding),
-            profiles=[read.profile_state(p, planner.stats(p.key)) for p in known],
+            profiles=[read.profile_state(p, planner.stats(p)) for p in known],
             store_connected=self._sync.connected,
             num_dropped_updates=planner.ledger.num_dropped,
             store_lag_ms=0 if oldest is None else int((time.monotonic() - oldest) * 1000),

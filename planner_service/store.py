@@ -192,17 +192,19 @@ class RedisStore:
         """Replace the versions if they still have this revision."""
         return bool(await self._swap_book([BOOK], [revision, text, CHANGED]))
 
-    async def profiles(self) -> list[dict[str, Any]]:
-        """Fields of every profile known."""
-        groups = sorted(await _await(self._client.smembers(PROFILES)))
-        if not groups:
-            return []
+    async def profile_groups(self) -> set[str]:
+        """Groups of all profiles that any planner heard of."""
+        return set(await _await(self._client.smembers(PROFILES)))
+
+    async def profiles(self, groups: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+        """Fields of the profiles of some groups; none where what is stored is no profile."""
         found = []
-        for text in await self._client.mget([f"nightjar:{{{g}}}:profile" for g in groups]):
+        keys = [f"nightjar:{{{group}}}:profile" for group in groups]
+        for group, key in zip(groups, keys, strict=True):
             try:
-                found.append(dict(json.loads(text or "")))
+                found.append((group, dict(json.loads(await self._client.get(key) or ""))))
             except (ValueError, TypeError):
-                continue
+                found.append((group, {}))
         return found
 
     async def put_profile(self, group: str, profile: Mapping[str, object]) -> None:

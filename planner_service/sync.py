@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from nightjar import log
-from nightjar.errors import InvalidRequest, NightjarError, Overloaded, Unavailable
+from nightjar.errors import InvalidRequest, NightjarError, Unavailable
 from planner_service.context import Profile
-from planner_service.planner import Planner
+from planner_service.planner import MAX_PROFILES, Planner
 from planner_service.store import RedisStore, Refused, StoreError
 from planner_service.sums import from_fields
 from planner_service.versions import Book, Change, from_json, to_json
@@ -75,7 +75,7 @@ class Sync:
     async def run(self) -> None:
         """Flush, poll and merge until cancelled."""
         if self._store is None:
-            return
+            await asyncio.Event().wait()
         listener = asyncio.create_task(self._listen())
         next_book = next_merge = 0.0
         backoff = FLUSH_INTERVAL_S
@@ -175,6 +175,7 @@ class Sync:
     async def _merge(self) -> None:
         """Take over what other replicas wrote."""
         assert self._store is not None
+        await self._read_profiles()
         ledger = self._planner.ledger
         keys = ledger.groups()
         for key, revision in zip(keys, await self._store.revisions(keys), strict=True):
@@ -190,25 +191,30 @@ class Sync:
                 "the store holds sums that are not ours", group=key, fields=num_unknown
             )
         if self._planner.ledger.adopt(key, stats, revision):
+            self._known_profiles.clear()  # they may be lost too
             log.get().error(
                 "the store lost sums; this planner goes on with what it knows", group=key
             )
 
     async def _read_everything(self) -> None:
-        assert self._store is not None
         self._known_profiles.clear()
-        for fields in await self._store.profiles():
+        await self._merge()
+        self._here()
+
+    async def _read_profiles(self) -> None:
+        """Know of the profiles that other replicas heard of."""
+        assert self._store is not None
+        groups = await self._store.profile_groups() - self._known_profiles
+        room = MAX_PROFILES - len(self._planner.profiles)
+        for group, fields in await self._store.profiles(sorted(groups)[:room]):
+            self._known_profiles.add(group)
             try:
                 profile = Profile(**fields)
                 profile.check("profile")
-                self._planner.register(profile)
-                self._known_profiles.add(profile.key)
             except (TypeError, AttributeError, InvalidRequest) as error:
                 log.get().warning("the store holds a profile that is not ours", reason=str(error))
-            except Overloaded:
-                break
-        await self._merge()
-        self._here()
+                continue
+            self._planner.register(profile)
 
     async def _sync_book(self, change: Change | None = None) -> None:
         """Bring the versions here and in the store to one state, `change` included."""

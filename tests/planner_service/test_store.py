@@ -123,12 +123,14 @@ async def test_a_change_of_the_book_is_hinted(client: RedisStore) -> None:
 
 async def test_profiles_are_remembered(client: RedisStore, store: str) -> None:
     """What is no profile is left out."""
-    assert await client.profiles() == []
+    assert await client.profile_groups() == set()
     await client.put_profile("p1", {"target": "t"})
     with redis.Redis.from_url(store) as raw:
         raw.sadd("nightjar:profiles", "p2", "p3")
         raw.set("nightjar:{p2}:profile", "[1")
-    assert await client.profiles() == [{"target": "t"}]
+    assert await client.profile_groups() == {"p1", "p2", "p3"}
+    found = await client.profiles(["p1", "p2", "p3"])
+    assert found == [("p1", {"target": "t"}), ("p2", {}), ("p3", {})]
 
 
 @pytest.mark.parametrize(

