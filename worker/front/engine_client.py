@@ -116,7 +116,8 @@ class EngineClient:
         While a step runs the engine cannot speak, so silence is judged by the longest step that
         is still healthy, `progress_timeout_s`, not by its idle heartbeat of 200 ms.
         """
-        return self.serving and self.progress_age_s < self._progress_timeout_s
+        heard = self.status is not None and self.progress_age_s < self._progress_timeout_s
+        return self.serving and heard
 
     @property
     def num_requests(self) -> int:

@@ -27,12 +27,14 @@ def started(tmp_path: Path) -> Maker:
     """Make a client whose engine is ready."""
 
     @asynccontextmanager
-    async def make(*flags: str, max_unread_tokens: int = 1000) -> AsyncIterator[EngineClient]:
+    async def make(
+        *flags: str, max_unread_tokens: int = 1000, progress_timeout_s: float = 5
+    ) -> AsyncIterator[EngineClient]:
         command = [sys.executable, fake_engine.__file__, f"--log={tmp_path}/log", *flags]
         client = EngineClient(
             command,
             stream_interval_ms=20,
-            progress_timeout_s=5,
+            progress_timeout_s=progress_timeout_s,
             max_unread_tokens=max_unread_tokens,
         )
         try:
@@ -84,10 +86,10 @@ async def test_closing_a_stream_twice_aborts_once(started: Maker, tmp_path: Path
 
 async def test_stop_ends_a_deaf_engine_too(started: Maker) -> None:
     """An engine that hears nothing is killed; its streams end, and nothing can be submitted."""
-    async with started("--wedge-at=1") as client:
+    async with started("--wedge-at=1", progress_timeout_s=0.5) as client:
         stream = client.submit([5], sampling(5))
-        client._progress_timeout_s = 0.01
-        await until(lambda: not client.responsive, "deaf")
+        await until(lambda: client.progress_age_s > 0.5, "silent")
+        assert not client.responsive
         begin = time.monotonic()
         await client.stop(60)
         assert time.monotonic() - begin < 20
