@@ -65,9 +65,7 @@ class Rig:
         eos_token_ids: Seq[int] = (),
         depth: int = 0,
     ) -> None:
-        vocab_size = vocab_size or min(
-            model.vocab_size for model in (target, draft) if model is not None
-        )
+        vocab_size = vocab_size or target.vocab_size
         ticks = iter(range(10**9))
 
         def clock() -> float:
@@ -80,7 +78,11 @@ class Rig:
         proposer: Proposer | None = NgramProposer() if ngram else None
         if draft is not None:
             proposer = DraftModelProposer(
-                draft, sample, vocab_size=vocab_size, block_size=block_size, clock=clock
+                draft,
+                sample,
+                vocab_size=min(vocab_size, draft.vocab_size),
+                block_size=block_size,
+                clock=clock,
             )
         self.blocks = BlockManager(
             num_base_blocks, num_extra_blocks, block_size, prefix_cache, b"salt"

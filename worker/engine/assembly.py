@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from memory_agent.arena import is_written_elsewhere
@@ -82,6 +82,7 @@ def assemble(
     channel: Channel,
     *,
     vocab_size: int,
+    eos_token_ids: Iterable[int],
     stop_detector: Callable[[tuple[str, ...]], StopDetector],
     num_threads: int,
     clock: Clock = time.monotonic,
@@ -93,6 +94,7 @@ def assemble(
         models: Target, draft and pool.
         channel: To the front.
         vocab_size: Of the tokenizer; the models may have padding above it.
+        eos_token_ids: Of the tokenizer; the models' own count too.
         stop_detector: Makes what finds stop strings.
         num_threads: Threads that forwards run on.
         clock: Seconds, monotonic.
@@ -165,7 +167,7 @@ def assemble(
         channel,
         max_model_len=length,
         vocab_size=num_ids,
-        eos_token_ids=models.eos_token_ids,
+        eos_token_ids={*models.eos_token_ids, *eos_token_ids},
         stop_detector=stop_detector,
         clock=clock,
     )

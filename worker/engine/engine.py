@@ -172,15 +172,15 @@ class Engine:
             max_model_len=self.max_model_len,
             max_gamma=self.scheduler.drafting.max_gamma,
             eos_token_ids=self._eos_token_ids,
-            stop_detector=self._stop_detector(params.stop) if params.stop else None,
         )
-        if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            error = f"prompt token ids must lie in [0, {self.vocab_size})"
-            refused: Finished | None = Finished(
-                request_id=message.request_id, reason="error", usage=sequence.usage(), error=error
-            )
-        else:
+        try:
+            if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+                raise ValueError(f"prompt token ids must lie in [0, {self.vocab_size})")
+            if params.stop:
+                sequence.stop_detector = self._stop_detector(params.stop)
             refused = self.scheduler.submit(sequence)
+        except Exception as error:  # of one request: the others are not to notice
+            refused = sequence.ended("error", str(error))
         if refused is not None:
             self._deliver(_ends([refused]))
 

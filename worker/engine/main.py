@@ -83,13 +83,14 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
     Raises:
         NightjarError: This configuration or this model cannot be served.
     """
+    import torch
+
     from worker.engine.assembly import assemble, check_config
     from worker.model.build import build_models
     from worker.text.detokenizer import Detokenizer
     from worker.text.tokenizer import Tokenizer
 
     check_config(config)
-    num_threads = _set_threads(config.num_threads)
     progress = _progress(channel)
     target, draft = _folders(config, progress)
     tokenizer = Tokenizer.load(target)
@@ -100,8 +101,9 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
             models,
             channel,
             vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
             stop_detector=lambda stop: Detokenizer(tokenizer, stop),
-            num_threads=num_threads,
+            num_threads=torch.get_num_threads(),
         )
     except BaseException:
         models.close()
@@ -160,14 +162,6 @@ def _progress(channel: EngineChannel) -> Callable[[str, str], None]:
             sys.exit(0)  # asked to stop, or left alone, before it was ready
 
     return progress
-
-
-def _set_threads(num_threads: int) -> int:
-    import torch
-
-    num_threads = num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
-    return num_threads
 
 
 def _die_with_parent() -> None:

@@ -68,7 +68,7 @@ class Rows:
         """Queue a request, or say why it can never run."""
         reason = self._refusal(sequence)
         if reason:
-            return _finished(sequence, "error", reason)
+            return sequence.ended("error", reason)
         self._by_id[sequence.request_id] = sequence
         self._waiting.append(sequence)
         return None
@@ -108,7 +108,7 @@ class Rows:
         sequence.status = SequenceStatus.FINISHED
         del self._by_id[sequence.request_id]
         self._release(sequence)
-        return _finished(sequence, reason, error)
+        return sequence.ended(reason, error)
 
     def _release(self, sequence: Sequence) -> None:
         """Take a row's blocks; a step in flight that names them delays it."""
@@ -190,9 +190,3 @@ class Rows:
                 sequence.hashes(num_computed // size, size, blocks.salt),
                 self.drafting.num_draft_computed(sequence),
             )
-
-
-def _finished(sequence: Sequence, reason: str, error: str = "") -> Finished:
-    return Finished(
-        request_id=sequence.request_id, reason=reason, usage=sequence.usage(), error=error
-    )

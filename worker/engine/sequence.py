@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import Literal, Protocol
 
-from worker.messages import RowUsage, SamplingParams
+from worker.messages import Finished, RowUsage, SamplingParams
 
 
 class SequenceStatus(enum.Enum):
@@ -138,6 +138,10 @@ class Sequence:
             policy_version=self.policy_version,
             num_preemptions=self.num_preemptions,
         )
+
+    def ended(self, reason: str, error: str = "") -> Finished:
+        """The message that ends the request."""
+        return Finished(request_id=self.request_id, reason=reason, usage=self.usage(), error=error)
 
 
 def chain_hash(parent: bytes, token_ids: Seq[int]) -> bytes:

@@ -33,7 +33,7 @@ def test_every_gamma_gives_the_same_answer(draft: Kind, temperature: float) -> N
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("draft", [*DRAFTS, None])
 def test_random_mix(draft: Kind | None, depth: int) -> None:
-    """Random gammas, arrivals, aborts, shared prefixes, a tight pool, a tail that comes and goes."""
+    """Random gammas, arrivals, aborts, shared prefixes, a tight pool, a tail that moves."""
     totals = {"preemptions": 0, "cached": 0, "accepted": 0, "expansions": 0, "moved": 0}
     for seed in range(12):
         rng = random.Random(f"{seed} {draft} {depth}")
@@ -77,6 +77,7 @@ class Mix:
         self.totals = {"preemptions": 0, "cached": 0, "accepted": 0, "expansions": 0, "moved": 0}
 
     def run(self) -> None:
+        """Serve a random set of requests and compare every answer."""
         rng, rig = self.rng, self.rig
         stems = [prompt(rng, rng.randint(20, 50)) for _ in range(2)]
         requests = {}
@@ -143,6 +144,7 @@ class Mix:
             self.rig.scheduler.check_integrity()
 
     def expand(self) -> None:
+        """The tail becomes KV; what the draft kept in it is gone."""
         rig = self.rig
         rig.blocks.expand()
         rig.scheduler.drafting.set_resident(False)
@@ -151,6 +153,7 @@ class Mix:
         self.totals["expansions"] += 1
 
     def contract(self) -> None:
+        """The tail goes back, with its blocks copied in two rounds while steps run."""
         rig = self.rig
         blocks = rig.blocks
         blocks.close_tail()
