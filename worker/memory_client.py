@@ -53,6 +53,7 @@ class MemoryClient:
         self._worker_id = worker_id
         self._pool = pool
         self._to_engine = to_engine
+        self._stream = 0  # streams on which the agent has attached so far
         self._residency = "resident"
         self._waiting: deque[FromEngine] = deque()
         self._pressure: Pressure | None = None  # the newest, if it is in `_waiting`
@@ -71,7 +72,8 @@ class MemoryClient:
             if self._pressure is not None:
                 self._waiting.remove(self._pressure)
             self._pressure = message
-        elif not self.attached:
+        elif not self.attached or (isinstance(message, Grant) and message.stream != self._stream):
+            # To the engine such a grant ended with its stream; an agent must not act on it.
             return
         self._waiting.append(message)
         self._pending.set()
@@ -128,10 +130,11 @@ class MemoryClient:
     def _link(self, attached: bool) -> None:
         if attached != self.attached:
             if attached:
+                self._stream += 1
                 self._attached.set()
             else:
                 self._attached.clear()
-            self._to_engine(AgentLink(connected=attached))
+            self._to_engine(AgentLink(connected=attached, stream=self._stream))
             log.get().info("memory agent", address=self._address, attached=attached)
 
 

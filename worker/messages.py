@@ -81,6 +81,7 @@ class AgentLink(msgspec.Struct, frozen=True, kw_only=True, tag="agent_link"):
     """The agent stream opened or was lost; losing it ends every grant after a second."""
 
     connected: bool
+    stream: int = 0  # number of the stream; grants carry it, so that none travels on a later one
 
 
 class TransitionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="transition"):
@@ -236,6 +237,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     kind: str  # "copy" or "load"
     source_ids: list[int] = []
     destination_ids: list[int] = []
+    stream: int = 0  # the agent stream that it was made for
 
 
 class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

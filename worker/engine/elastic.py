@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from memory_agent.remap import plan_moves
 from nightjar import log
 from nightjar.errors import NightjarError
@@ -114,7 +116,7 @@ class ElasticMemory:
         self._scheduler, self._blocks, self._draft = scheduler, blocks, draft
         self._clock, self._agent_gone = clock, agent_gone
         self._phase = _Phase.IDLE
-        self._connected = False
+        self._connected, self._stream = False, 0
         self._request_id = 0
         self._moves: dict[int, int] = {}  # tail block -> reserved head block
         self._copied: set[int] = set()  # sources whose bytes are at their destination
@@ -151,7 +153,7 @@ class ElasticMemory:
     def on_message(self, message: TransitionRequest | GrantAnswer | AgentLink) -> list[ToFront]:
         """Take one message of the agent; allowed while a step is in flight."""
         if isinstance(message, AgentLink):
-            return self._on_link(message.connected)
+            return self._on_link(message)
         if isinstance(message, GrantAnswer):
             if self._grant is None or self._grant.grant_id != message.grant_id:
                 return []  # ended before, by the death of the stream that carried it
@@ -299,8 +301,8 @@ class ElasticMemory:
     def _open(self, grant: Grant) -> Grant:
         assert self._grant is None
         self._num_grants += 1
-        self._grant = grant
-        return grant
+        self._grant = msgspec.structs.replace(grant, stream=self._stream)
+        return self._grant
 
     def _end_grant(self, ok: bool, error: str) -> list[ToFront]:
         grant, self._grant, self._lost_at_s = self._grant, None, None
@@ -320,11 +322,11 @@ class ElasticMemory:
         self._phase = _Phase.FREEZING
         return []
 
-    def _on_link(self, connected: bool) -> list[ToFront]:
+    def _on_link(self, link: AgentLink) -> list[ToFront]:
         # Any change of the link means that the stream which carried an open grant is gone.
         if self._grant is not None and self._lost_at_s is None:
             self._lost_at_s = self._clock()
-        self._connected = connected
+        self._connected, self._stream = link.connected, link.stream
         self._load_at_s = -math.inf  # a new agent need not wait for what the old one did
         return []
 

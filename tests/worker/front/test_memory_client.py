@@ -111,10 +111,13 @@ async def test_every_message_is_translated_one_to_one(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/agent.sock"
     async with agent_at(address, agent), client_of(address) as (client, told):
         await until(lambda: client.attached, "attached")
-        assert told == [AgentLink(connected=True)]
+        assert told == [AgentLink(connected=True, stream=1)]
         client.forward(pressure(1))
-        client.forward(Grant(grant_id=5, kind="copy", source_ids=[80, 81], destination_ids=[1, 2]))
-        client.forward(Grant(grant_id=6, kind="load"))
+        copy_blocks = Grant(
+            grant_id=5, kind="copy", source_ids=[80, 81], destination_ids=[1, 2], stream=1
+        )
+        client.forward(copy_blocks)
+        client.forward(Grant(grant_id=6, kind="load", stream=1))
         client.forward(RequestRefused(request_id=7, reason="busy"))
         client.forward(TransitionDone(request_id=8, residency="offloaded"))
         await until(lambda: len(agent.received) == 6, "all came")
@@ -161,10 +164,15 @@ async def test_a_lost_agent_is_told_and_attached_to_again(tmp_path: Path) -> Non
             assert agent.received[1].pressure.sequence == 49
             await agent.answers.put(None)
             await until(lambda: len(told) == 3, "lost and attached again")
+            # Made before the engine knew of the loss, delivered after the new stream opened.
+            client.forward(Grant(grant_id=2, kind="load", stream=1))
+            client.forward(Grant(grant_id=3, kind="load", stream=2))
+            await until(lambda: len(agent.received) == 4, "the newer grant came")
+            assert agent.received[3].grant.grant_id == 3
         await until(lambda: not client.attached, "the loss was seen")
         links = [message.connected for message in told]
         assert links == [True, False, True, False]
-        assert agent.kinds() == ["handshake", "pressure", "handshake"]
+        assert agent.kinds() == ["handshake", "pressure", "handshake", "grant"]
 
 
 async def test_a_newer_pressure_report_takes_the_place_of_one_that_waits(tmp_path: Path) -> None:
