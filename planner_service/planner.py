@@ -212,16 +212,15 @@ class Planner:
     def learn(self, stream: Stream, report: Report) -> None:
         """Learn from steps, to the good of every stream of the profile."""
         context, gamma, decision_id, outcome = report
-        if context.feasible_max_gamma == 0:
-            return
         self.register(stream.profile)
         outcome = outcome._replace(propensity=self._propensities.get(decision_id))
         learned = self._update(stream, context, gamma, outcome)
         now = self._clock()
-        self.ledger.add(stream.profile.key, learned.only_time(), now)
+        if learned is not NOTHING:
+            self.ledger.add(stream.profile.key, learned.only_time(), now)
         if any(learned.reached):
             self.ledger.add(stream.profile.acceptance_key, learned.only_acceptance(), now)
-        if stream.session is not None:
+        if stream.session is not None and context.feasible_max_gamma > 0:
             stream.session = stream.session.after_steps(context.bucket, outcome.num_steps)
 
     def _update(self, stream: Stream, context: Context, gamma: int, outcome: Outcome) -> Stats:

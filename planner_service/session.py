@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA
 
@@ -22,18 +23,17 @@ Numbers = tuple[float, ...]
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(NamedTuple):
     """State of one stream; the meaning of the numbers is the policy's own."""
 
     previous_gamma: int = 0
-    numbers: Mapping[int, Numbers] = field(default_factory=dict)  # by bucket
-    ran: Mapping[int, int] = field(default_factory=dict)  # steps by bucket since the last select
+    numbers: Mapping[int, Numbers] = MappingProxyType({})  # by bucket
+    ran: Mapping[int, int] = MappingProxyType({})  # steps by bucket since the last select
     foreign: bool = False  # came back from outside: the policy must check its numbers
 
     def after_steps(self, bucket: int, num_steps: int) -> Session:
         """The session once the worker ran these steps."""
-        return replace(self, ran={**self.ran, bucket: self.ran.get(bucket, 0) + num_steps})
+        return self._replace(ran={**self.ran, bucket: self.ran.get(bucket, 0) + num_steps})
 
 
 def pack(session: Session, version: str, bucket: int, hold_steps: int) -> bytes:

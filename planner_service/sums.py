@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from operator import add
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context, Outcome
@@ -52,18 +52,17 @@ _NO_ARM, _NO_TOTALS = ArmSums(), Totals()
 Bucket = Mapping[int, ArmSums]  # by gamma
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(NamedTuple):
     """Everything that policies learn from; never changed in place.
 
     `own` holds further sums that a policy keeps for itself, by "policy/name".
     """
 
-    buckets: Mapping[int, Bucket] = field(default_factory=dict)
+    buckets: Mapping[int, Bucket] = MappingProxyType({})
     totals: Totals = _NO_TOTALS
     reached: tuple[float, ...] = ()  # by draft position
     accepted: tuple[float, ...] = ()
-    own: Mapping[str, float] = field(default_factory=dict)
+    own: Mapping[str, float] = MappingProxyType({})
 
     @property
     def catch_up_us_per_token(self) -> float:
@@ -87,18 +86,23 @@ class Stats:
 
     def plus(self, other: Stats) -> Stats:
         """The sum of both."""
-        buckets = dict(self.buckets)
-        for bucket, arms in other.buckets.items():
-            merged = dict(buckets.get(bucket, {}))
-            for gamma, sums in arms.items():
-                merged[gamma] = ArmSums(*map(add, merged.get(gamma, _NO_ARM), sums))
-            buckets[bucket] = merged
+        buckets = self.buckets
+        if other.buckets:
+            buckets = dict(buckets)
+            for bucket, arms in other.buckets.items():
+                merged = dict(buckets.get(bucket, ()))
+                for gamma, sums in arms.items():
+                    merged[gamma] = ArmSums(*map(add, merged.get(gamma, _NO_ARM), sums))
+                buckets[bucket] = merged
+        totals = self.totals
+        if other.totals is not _NO_TOTALS:
+            totals = Totals(*map(add, totals, other.totals))
         own = self.own
         if other.own:
             own = {n: self.own.get(n, 0) + other.own.get(n, 0) for n in {*self.own, *other.own}}
         return Stats(
             buckets,
-            Totals(*map(add, self.totals, other.totals)),
+            totals,
             _add(self.reached, other.reached),
             _add(self.accepted, other.accepted),
             own,
@@ -135,9 +139,18 @@ NOTHING = Stats()
 
 
 def observe(stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
-    """Add the sums of some steps; steps that could not have speculated teach nothing."""
+    """Add the sums of some steps.
+
+    Steps that could not have speculated teach no more than what catching up cost: a draft that
+    is catching up is why they could not.
+    """
     if context.feasible_max_gamma == 0:
-        return stats
+        totals = Totals(
+            catch_up_us=outcome.catch_up_us,
+            catch_up_tokens=outcome.num_catch_up_tokens,
+            draft_prefill_us=outcome.draft_prefill_us,
+        )
+        return stats.plus(Stats(totals=totals)) if any(totals) else stats
     buckets: dict[int, Bucket] = {}
     steps, rows, emitted = (
         outcome.num_timed_steps,
@@ -198,6 +211,8 @@ def _index(text: str, most: int) -> bool:
 
 
 def _add(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
+    if not right:
+        return left
     if len(left) < len(right):
         left, right = right, left
     return tuple(a + b for a, b in zip(left, right, strict=False)) + left[len(right) :]

@@ -168,13 +168,19 @@ def test_the_two_estimators_can_choose_differently() -> None:
 
 
 def test_steps_that_cannot_speculate_advance_no_bin_and_teach_nothing() -> None:
-    """With feasible gamma 0 the answer is 0, nothing is drawn, and the bins stay as they are."""
+    """With feasible gamma 0 the answer is 0, nothing is drawn, and the bins stay as they are.
+
+    What catching up cost is learned from them too: it is when a draft catches up that they occur.
+    """
     policy, off = made(), Context(1, feasible_max_gamma=0)
     session = Session(3, {1: Bin(3, 2, 1, 4, 1, 0.5)})
     choice, after = policy.select(off, NOTHING, session, Scripted())
     assert (choice.gamma, choice.explored) == (0, False)
     assert after.numbers == session.numbers
     assert policy.update(NOTHING, off, 0, one_step(0, 1, 1)) is NOTHING
+    caught_up = one_step(0, 1, 1)._replace(catch_up_us=900, num_catch_up_tokens=3)
+    learned = policy.update(NOTHING, off, 0, caught_up)
+    assert (learned.catch_up_us_per_token, learned.totals.steps, learned.buckets) == (300, 0, {})
 
 
 @given(
