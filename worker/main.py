@@ -96,7 +96,7 @@ async def _start(state: WorkerState, background: list[asyncio.Task[None]]) -> No
     # The engine has fetched the model by now, so this only finds it again.
     tokenizer = await asyncio.to_thread(_load_tokenizer, config)
     background += [asyncio.create_task(coroutine) for coroutine in _peers(state, ready)]
-    state.tokenizer = tokenizer
+    state.set_tokenizer(tokenizer)
     log.get().info(
         "ready",
         model=state.model_name,

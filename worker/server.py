@@ -21,7 +21,6 @@ from worker.front.streams import TokenStream
 from worker.memory_client import RESIDENCIES
 from worker.messages import Finished, RowUsage, SamplingParams, Status
 from worker.text.detokenizer import Detokenizer
-from worker.text.tokenizer import Tokenizer
 
 FINISH_REASONS = {
     "stop": generation_pb2.FINISH_REASON_STOP,
@@ -47,7 +46,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         # then free its place and its blocks at once.
         context.add_done_callback(lambda _: ticket.leave())
         try:
-            prompt = await self._tokenize(tokenizer, request)
+            prompt = await self._tokenize(request, limits)
             max_tokens = validation.check_length(len(prompt), request.sampling, limits)
             sampling = sampling_params(request, max_tokens)
             with state.engine.submit(prompt, sampling) as stream:
@@ -73,14 +72,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def _tokenize(
-        self, tokenizer: Tokenizer, request: generation_pb2.GenerateRequest
+        self, request: generation_pb2.GenerateRequest, limits: validation.Limits
     ) -> list[int]:
         match request.WhichOneof("prompt"):
             case "text":
-                return await self._state.encode_text(tokenizer, request.text)
+                return await self._state.encode(request.text, limits)
             case "chat":
                 messages = [(m.role, m.content) for m in request.chat.messages]
-                return await self._state.encode_chat(tokenizer, messages)
+                return await self._state.encode(messages, limits)
             case _:
                 return list(request.tokens.token_ids)
 

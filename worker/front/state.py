@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nightjar.errors import Unavailable
+from nightjar.errors import InvalidRequest, Unavailable
 from nightjar.validation import Limits
 from worker.config import WorkerConfig
 from worker.front.admission import Admission
@@ -33,6 +34,7 @@ class WorkerState:
         self.tokenizer: Tokenizer | None = None
         self.planner_connected: Callable[[], bool] = lambda: False
         self.agent_attached: Callable[[], bool] = lambda: False
+        self._longest_token = 0  # characters
         self._threads = ThreadPoolExecutor(2, "tokenize")
 
     @property
@@ -41,7 +43,7 @@ class WorkerState:
         return self.engine.responsive and self.tokenizer is not None and not self.admission.draining
 
     def limits(self) -> tuple[Limits, Tokenizer]:
-        """What a request may hold, and the tokenizer to read it with.
+        """What a request may hold, and the tokenizer that turns its answer into text.
 
         Raises:
             Unavailable: The engine is not ready yet, or gone.
@@ -54,19 +56,36 @@ class WorkerState:
         )
         return limits, self.tokenizer
 
-    async def encode_text(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """Token ids of a plain prompt; long ones leave the event loop free."""
-        if len(text) < LONG_PROMPT_CHARACTERS:
-            return tokenizer.encode(text)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, tokenizer.encode, text)
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """From now on prompts can be read."""
+        self._longest_token = max(map(len, tokenizer.vocabulary().values()))
+        self.tokenizer = tokenizer
 
-    async def encode_chat(self, tokenizer: Tokenizer, messages: list[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, content) messages under the model's own template."""
-        if sum(len(content) for _, content in messages) < LONG_PROMPT_CHARACTERS:
-            return tokenizer.encode_chat(messages)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, tokenizer.encode_chat, messages)
+    async def encode(self, prompt: str | list[tuple[str, str]], limits: Limits) -> list[int]:
+        """Token ids of a text, or of (role, content) messages under the model's own template.
+
+        A long prompt is tokenized beside the event loop, and not at all if it is longer than
+        as many of the longest token as the context holds.
+
+        Raises:
+            InvalidRequest: It is that long, is no valid text, or has no place in the template.
+        """
+        assert self.tokenizer is not None
+        encode: Callable[[], list[int]]
+        if isinstance(prompt, str):
+            field, size = "text", len(prompt)
+            encode = functools.partial(self.tokenizer.encode, prompt)
+        else:
+            field, size = "chat.messages", sum(len(content) for _, content in prompt)
+            encode = functools.partial(self.tokenizer.encode_chat, prompt)
+        if size > limits.max_model_len * self._longest_token:
+            raise InvalidRequest(
+                field,
+                f"{size} characters can never fit the context of {limits.max_model_len} tokens",
+            )
+        if size < LONG_PROMPT_CHARACTERS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
 
 def served_name(config: WorkerConfig) -> str:

@@ -27,6 +27,12 @@ def asked(text: str = "abc", **sampling: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
+def chat(content: str) -> pb.GenerateRequest:
+    """A chat of one message."""
+    messages = [pb.ChatMessage(role="user", content=content)]
+    return pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages))
+
+
 async def answer(front: Any, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
     """Every message of an answer."""
     return [piece async for piece in front.generation.Generate(request)]
@@ -177,6 +183,8 @@ async def test_bad_prompts_are_named(front: FrontMaker) -> None:
             (pb.GenerateRequest(), "prompt"),
             (pb.GenerateRequest(text=""), "text"),
             (asked("x" * 5000), "5000 tokens; the context is 512"),
+            (asked("x" * 3_900_000), "text: 3900000 characters can never fit"),
+            (chat("y" * 3_900_000), "chat.messages: 3900000 characters can never fit"),
             (pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[-1])), "tokens.token_ids[0]"),
             (pb.GenerateRequest(text="a", model="other"), "unknown model 'other'"),
         ):
