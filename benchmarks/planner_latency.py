@@ -2,26 +2,26 @@
 
     python benchmarks/planner_latency.py --asks 4000
 
-A unary health check of the same server is timed in turns with it,
-so that the ratio holds on a noisy machine. Also: select and update in this process.
+A stream of the same messages to a process that answers without thinking is timed in turns with
+it, so that the ratio holds on a noisy machine. Also: select and update in this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from nightjar.rpc import dial
+from nightjar.rpc import Server, dial, until_signalled
 from nightjar.v1 import planner_pb2 as pb
 from nightjar.v1 import planner_pb2_grpc
 from planner_service.context import Context, Outcome
@@ -29,74 +29,104 @@ from planner_service.policies import BUILT_IN
 from planner_service.session import Session
 from planner_service.sums import NOTHING
 
-ROUNDS = 8
-
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--asks", type=int, default=4000, help="messages on the stream")
     parser.add_argument("--batch-sizes", type=int, default=16, help="batch sizes that occur")
+    parser.add_argument("--echo", action="store_true", help="serve the echo; for the script itself")
     options = parser.parse_args()
+    if options.echo:
+        asyncio.run(echo())
+        return
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
     from store_server import StoreServer  # the tests' own store, ending with this process
 
     store = StoreServer()
     store.start()
-    argv = [sys.executable, "-m", "nightjar", "planner", "--store", store.url]
-    with tempfile.TemporaryFile() as log:
-        planner = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert planner.stdout is not None
-            address = planner.stdout.readline().split()[-1]
-            figures = asyncio.run(measure(address, options.asks, options.batch_sizes))
-        finally:
-            planner.terminate()
-            planner.wait()
-            store.close()
+    commands = (["-m", "nightjar", "planner", "--store", store.url], [__file__, "--echo"])
+    with contextlib.ExitStack() as stack:
+        stack.callback(store.close)
+        planner, bare = (stack.enter_context(started(command)) for command in commands)
+        figures = asyncio.run(measure(planner, bare, options.asks, options.batch_sizes))
     figures["select_and_update_us"] = in_process(options.batch_sizes)
     print(json.dumps(figures, indent=2))
 
 
-async def measure(address: str, num_asks: int, batch_sizes: int) -> dict[str, object]:
-    """Times of round trips in microseconds, and of a unary health check beside them."""
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[str]:
+    """A server process; its address."""
+    argv = [sys.executable, *command]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+
+
+class Echo(planner_pb2_grpc.PlannerServiceServicer):
+    """Answers every message on a stream with the session that it holds."""
+
+    async def Plan(
+        self, request_iterator: AsyncIterator[pb.PlanRequest], context: object
+    ) -> AsyncIterator[pb.PlanResponse]:
+        """Answer at once."""
+        async for request in request_iterator:
+            yield pb.PlanResponse(decision=pb.Decision(session=request.session))
+
+
+async def echo() -> None:
+    """Serve `Echo` until a signal."""
+    server = Server("127.0.0.1:0", [])
+    planner_pb2_grpc.add_PlannerServiceServicer_to_server(Echo(), server.grpc)
+    await server.start()
+    print(f"listening on {server.address}", flush=True)
+    await until_signalled()
+
+
+async def measure(planner: str, bare: str, num_asks: int, batch_sizes: int) -> dict[str, object]:
+    """Times of round trips in microseconds, to the planner and to the echo."""
     profile = pb.Profile(
         target="t", draft="d", proposer="draft_model", device="cpu", tensor_parallel_size=1
     )
     hello = pb.PlanHello(worker_id="w", profile=profile, max_gamma=5, max_batch_size=batch_sizes)
     rng, plan_us, bare_us = random.Random(0), list[float](), list[float]()
-    async with dial(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        stream = planner_pb2_grpc.PlannerServiceStub(channel).Plan()
-        await stream.write(pb.PlanRequest(hello=hello))
-        session, decision = b"", None
-        for _ in range(ROUNDS):
-            for _ in range(num_asks // ROUNDS):
-                batch_size = rng.randint(1, batch_sizes)
-                context = pb.Context(
-                    batch_size=batch_size,
-                    num_kv_tokens=99,
-                    feasible_max_gamma=5,
-                    draft_resident=True,
-                )
-                request = pb.PlanRequest(ask=context, session=session)
-                if decision is not None:
-                    request.reports.append(_report(decision, rng))
-                start = time.perf_counter()
-                await stream.write(request)
-                response = await stream.read()
-                plan_us.append((time.perf_counter() - start) * 1e6)
-                assert isinstance(response, pb.PlanResponse)
-                decision, session = response.decision, response.decision.session
-            for _ in range(100):
-                start = time.perf_counter()
-                await health.Check(health_pb2.HealthCheckRequest())
-                bare_us.append((time.perf_counter() - start) * 1e6)
-        await stream.done_writing()
-    plan, bare = _percentiles(plan_us), _percentiles(bare_us)
-    ratio = round(plan["p50"] / bare["p50"], 3)
-    sizes = {"session_bytes": len(session), "table_rows": len(decision.table) if decision else 0}
-    return {"plan_us": plan, "unary_health_us": bare, "plan_to_unary_p50": ratio, **sizes}
+    async with dial(planner) as plan_channel, dial(bare) as bare_channel:
+        plan = planner_pb2_grpc.PlannerServiceStub(plan_channel).Plan()
+        echoed = planner_pb2_grpc.PlannerServiceStub(bare_channel).Plan()
+        await plan.write(pb.PlanRequest(hello=hello))
+        decision: pb.Decision | None = None
+        for turn in range(num_asks):
+            context = pb.Context(
+                batch_size=rng.randint(1, batch_sizes), feasible_max_gamma=5, draft_resident=True
+            )
+            request = pb.PlanRequest(ask=context)
+            if decision is not None:
+                request.reports.append(_report(decision, rng))
+                request.session = decision.session
+            decision = (await _round_trip(plan, request, plan_us)).decision
+            if turn % 2:
+                await _round_trip(echoed, request, bare_us)
+    figures, bare_figures = _percentiles(plan_us), _percentiles(bare_us)
+    assert decision is not None
+    return {
+        "plan_us": figures,
+        "echo_us": bare_figures,
+        "plan_to_echo_p50": round(figures["p50"] / bare_figures["p50"], 2),
+        "session_bytes": len(decision.session),
+        "table_rows": len(decision.table),
+    }
+
+
+async def _round_trip(stream: Any, request: pb.PlanRequest, times: list[float]) -> pb.PlanResponse:
+    start = time.perf_counter()
+    await stream.write(request)
+    response = await stream.read()
+    times.append((time.perf_counter() - start) * 1e6)
+    assert isinstance(response, pb.PlanResponse)
+    return response
 
 
 def in_process(batch_sizes: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -39,8 +40,15 @@ class Session(NamedTuple):
 def pack(session: Session, version: str, bucket: int, hold_steps: int) -> bytes:
     """Bytes of a session that goes out with a decision for `bucket`."""
     kept = list(session.numbers.items())[-MAX_BUCKETS:]
-    body = [version, session.previous_gamma, bucket, hold_steps, kept]
-    return _encode(body).encode()
+    head = _encode([version, session.previous_gamma, bucket, hold_steps])
+    rows = ",".join([_row(at, numbers) for at, numbers in kept])
+    return f"{head[:-1]},[{rows}]]".encode()
+
+
+@lru_cache(maxsize=16_384)
+def _row(bucket: int, numbers: Numbers) -> str:
+    """Text of one bucket; most of a session stays as it was from one decision to the next."""
+    return _encode([bucket, numbers])
 
 
 def unpack(data: bytes, version: str) -> Session:
