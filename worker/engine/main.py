@@ -17,6 +17,7 @@ from nightjar.config import parse
 from nightjar.errors import ConfigError, EngineFailure, NightjarError
 from worker.channel import ChannelError, EngineChannel
 from worker.config import WorkerConfig
+from worker.engine.limits import check_config
 from worker.messages import Progress, Ready, Shutdown, StartFailed
 
 if TYPE_CHECKING:
@@ -49,7 +50,11 @@ def run_engine(config: WorkerConfig, socket_path: str) -> int:
     """Connect to the front, load, serve; returns the exit status."""
     _die_with_parent()
     signal.signal(signal.SIGTERM, _leave)
-    channel = EngineChannel(socket_path)
+    try:
+        channel = EngineChannel(socket_path)
+    except OSError as error:
+        log.get().error("the front is not there", socket=socket_path, reason=str(error))
+        return 1
     models: Models | None = None
     try:
         try:
@@ -83,16 +88,18 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
     Raises:
         NightjarError: This configuration or this model cannot be served.
     """
+    check_config(config)
+    progress = _progress(channel)
+    target, draft = _folders(config, progress)
+
+    # Only now: what is refused above is refused at once, before torch has been imported.
     import torch
 
-    from worker.engine.assembly import assemble, check_config
+    from worker.engine.assembly import assemble
     from worker.model.build import build_models
     from worker.text.detokenizer import Detokenizer
     from worker.text.tokenizer import Tokenizer
 
-    check_config(config)
-    progress = _progress(channel)
-    target, draft = _folders(config, progress)
     tokenizer = Tokenizer.load(target)
     models = build_models(config, target, draft, progress)
     try:
