@@ -54,5 +54,5 @@ class WorkerConfig:
     shm_dir: str = option("/dev/shm", "folder of the shared-memory pool")
     drain_timeout_s: float = at_least(0, 30, "seconds that admitted requests get at SIGTERM")
     progress_timeout_s: float = at_least(
-        0.5, 5, "seconds without a sign of the engine after which the worker is not ready"
+        0.5, 10, "seconds without a sign of the engine after which the worker is not ready"
     )
