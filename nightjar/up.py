@@ -139,8 +139,11 @@ def _run_folder(config: UpConfig) -> Iterator[tuple[Path, int]]:
             raise ConfigError(
                 f"--run-dir={str(run)!r}: longer than the 90 bytes that sockets allow"
             )
-        run.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(run / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            run.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = os.open(run / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--run-dir={str(run)!r}: {error.strerror}") from None
         stack.callback(os.close, lock)
         deadline = time.monotonic() + 5  # the store of a killed run may still be ending
         while True:
