@@ -126,6 +126,24 @@ def test_catch_up_is_told_from_draft_prefill() -> None:
     assert (rig.done[-1].catch_up_us, rig.done[-1].draft_prefill_us) == (0, 0)
 
 
+@pytest.mark.parametrize(("num_plain", "num_caught_up"), [(0, 0), (1, 2), (2, 3)])
+def test_the_usual_lag_is_no_catch_up(num_plain: int, num_caught_up: int) -> None:
+    """The newest token, and the last draft after full acceptance, cost no forward of their own."""
+    target, draft = fakes("target")
+    rig = Rig(target, draft, gamma=3)
+    rig.submit(0, prompt(random.Random(1), 20), params(max_tokens=60))
+    for _ in range(4):
+        rig.step()
+    sequence = rig.scheduler.running[0]
+    assert len(sequence.token_ids) - rig.scheduler.drafting.num_draft_computed(sequence) == 2
+    rig.gamma = 0
+    for _ in range(num_plain):
+        rig.step()
+    rig.gamma = 3
+    rig.step()
+    assert rig.done[-1].num_catch_up_tokens == num_caught_up
+
+
 def test_gamma_respects_every_limit_of_a_row() -> None:
     """max_tokens, the request's max_gamma, the step's tokens and the draft's context cut gamma."""
     target, draft = fakes("target", draft_model_len=64)

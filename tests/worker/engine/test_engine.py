@@ -317,6 +317,22 @@ def test_a_draft_that_is_not_a_number_only_loses_its_drafts() -> None:
     assert usage.num_accepted_tokens == usage.num_draft_tokens > 20
 
 
+def test_a_draft_cache_that_broke_is_filled_again() -> None:
+    """A cached prefix whose draft half holds garbage costs one request its drafts, not the next."""
+    bench = Bench()
+    bench.give(submit(1, TEXT, max_tokens=40))
+    bench.finish()
+    bench.draft.poison(range(len(bench.draft.slots)))
+    for request_id in (2, 3):
+        bench.give(submit(request_id, TEXT, max_tokens=40))
+        bench.finish()
+        assert bench.channel.tokens(request_id) == bench.channel.tokens(1)
+        assert bench.channel.end(request_id).usage.num_cached_tokens == 16
+    assert bench.channel.end(2).usage.num_draft_tokens == 0
+    usage = bench.channel.end(3).usage
+    assert usage.num_accepted_tokens == usage.num_draft_tokens > 20
+
+
 def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on() -> None:
     """Rows of the step end with the message; a request after it is served."""
     bench = Bench()
