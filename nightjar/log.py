@@ -27,7 +27,7 @@ def configure(service: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level or logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
