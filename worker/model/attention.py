@@ -7,7 +7,7 @@ position. Missing tiles would add zero, so a row's bits depend on its own positi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from nightjar.errors import ModelRefused
+from worker.model.operators import define
 from worker.model.plan import CONTEXT_TILE, Group, Plan
 from worker.model.pool import KVCache
 from worker.model.runtime import get_runtime
@@ -23,60 +24,50 @@ ATTENTION = "nightjar"
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask")
 
 
+class Rule(NamedTuple):
+    """How one layer turns scores into weights."""
+
+    layer: int  # in the cache
+    scaling: float
+    window: int  # keys that a query sees, itself included; 0 sees all
+    softcap: float  # scores become softcap * tanh(score / softcap); 0 leaves them
+    exact: bool  # whether bits must not depend on the batch
+
+
 def attend(
     cache: KVCache,
     plan: Plan,
-    layer: int,
+    rule: Rule,
+    *,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    scaling: float,
-    window: int,
-    softcap: float,
-    exact: bool,
 ) -> torch.Tensor:
     """Write the tokens' KV, then attend.
 
     Args:
         cache: The model's KV.
         plan: The forward's plan.
-        layer: Index of the layer in the cache.
+        rule: The layer's.
         query: [1, num_heads, num_tokens, head_dim].
         key: [1, num_kv_heads, num_tokens, head_dim].
         value: Like key.
-        scaling: Factor of the scores.
-        window: Keys that a query sees, itself included; 0 sees all.
-        softcap: Scores are capped to softcap * tanh(score / softcap); 0 leaves them.
-        exact: Whether bits must not depend on the batch.
 
     Returns:
         [1, num_tokens, num_heads, head_dim].
     """
-    plan.layers.add(layer)
+    plan.layers.add(rule.layer)
     head_dim = query.shape[3]
     new = torch.cat((key, value)).view(-1, head_dim)
-    cache.rows[layer].index_copy_(0, plan.write_rows, new)
-    outputs = [
-        _attend_group(cache, group, layer, query[0], scaling, window, softcap, exact)
-        for group in plan.groups
-    ]
+    cache.rows[rule.layer].index_copy_(0, plan.write_rows, new)
+    outputs = [_attend_group(cache, group, rule, query[0]) for group in plan.groups]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if plan.output_rows is not None:
         output = output.index_select(0, plan.output_rows)
     return output.view(1, plan.num_tokens, query.shape[1], head_dim)
 
 
-def _attend_group(
-    cache: KVCache,
-    group: Group,
-    layer: int,
-    query: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-    exact: bool,
-) -> torch.Tensor:
+def _attend_group(cache: KVCache, group: Group, rule: Rule, query: torch.Tensor) -> torch.Tensor:
     """Attend for one group; returns [R * n, num_heads * head_dim]."""
     geometry = cache.geometry
     kv_heads, head_dim, dtype = geometry.num_kv_heads, geometry.head_dim, geometry.dtype
@@ -84,7 +75,7 @@ def _attend_group(
     if group.gathered is None:
         strip = geometry.block_size * head_dim
         group.gathered = torch.empty(len(group.strips), strip, dtype=dtype)
-    torch.index_select(cache.strips[layer], 0, group.strips, out=group.gathered)
+    torch.index_select(cache.strips[rule.layer], 0, group.strips, out=group.gathered)
     if group.stale is not None:
         group.gathered.view(-1, head_dim).index_fill_(0, group.stale, 0)
     keys, values = group.gathered.view(2, rows * kv_heads, context, head_dim)
@@ -96,13 +87,13 @@ def _attend_group(
     folded = folded.reshape(rows * kv_heads, -1, head_dim)
 
     scores = torch.bmm(folded, keys.transpose(1, 2)).float()
-    if softcap:
-        scores.mul_(scaling / softcap).tanh_().mul_(softcap)
+    if rule.softcap:
+        scores.mul_(rule.scaling / rule.softcap).tanh_().mul_(rule.softcap)
     else:
-        scores.mul_(scaling)
-    scores.view(*shape[:4], context).masked_fill_(group.mask(window), float("-inf"))
+        scores.mul_(rule.scaling)
+    scores.view(*shape[:4], context).masked_fill_(group.mask(rule.window), float("-inf"))
     weights = torch.softmax(scores, -1)
-    if exact:
+    if rule.exact:
         result = _join_tiles(weights, values, dtype)
     else:
         result = torch.bmm(weights.to(dtype), values)
@@ -159,7 +150,7 @@ def _registered(
     return _attention(query, key, value, runtime, layer, scale, window, cap), None  # type: ignore[arg-type]
 
 
-def _attention(
+def _attention(  # noqa: PLR0917 - an operator's schema
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -170,38 +161,15 @@ def _attention(
     softcap: float,
 ) -> torch.Tensor:
     state = get_runtime(runtime)
-    assert state.cache is not None
+    if state.cache is None:
+        state.kv_shapes.add((key.shape[1], key.shape[3]))
+        return torch.zeros_like(query.transpose(1, 2))
     assert state.plan is not None
-    if key.shape[1] != state.cache.geometry.num_kv_heads or key.shape[3] != (
-        state.cache.geometry.head_dim
-    ):
-        raise ModelRefused("its layers differ in KV heads or head width, which is not served")
-    return attend(
-        state.cache,
-        state.plan,
-        layer,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        window=window,
-        softcap=softcap,
-        exact=state.exact,
-    )
+    rule = Rule(layer, scaling, window, softcap, state.exact)
+    return attend(state.cache, state.plan, rule, query=query, key=key, value=value)
 
 
-# The pool and the plan are the runtime's, so the operator's write is outside what the graph
-# sees; layers keep their order because each one's input is the output of the one before.
-_LIBRARY = torch.library.Library("nightjar", "FRAGMENT")
-_LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, str runtime, int layer, float scaling, "
-    "int window, float softcap) -> Tensor"
-)
-_LIBRARY.impl("attention", _attention, "CPU")
-
-
-@torch.library.register_fake("nightjar::attention", lib=_LIBRARY)
-def _fake_attention(
+def _fake_attention(  # noqa: PLR0917 - an operator's schema
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -212,6 +180,14 @@ def _fake_attention(
     softcap: float,
 ) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+
+
+define(
+    "attention(Tensor query, Tensor key, Tensor value, str runtime, int layer, float scaling, "
+    "int window, float softcap) -> Tensor",
+    _attention,
+    _fake_attention,
+)
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:

@@ -23,7 +23,6 @@ from worker.model.linear import pack, replace_linears
 from worker.model.loading import (
     attach,
     eos_token_ids,
-    geometry_of,
     identity,
     load_model,
     max_positions,
@@ -32,7 +31,7 @@ from worker.model.loading import (
 from worker.model.pool import Arena, KVCache, KVGeometry, image_size, move_into
 from worker.model.proof import prove_exact
 from worker.model.runtime import new_runtime, release_runtime
-from worker.model.self_check import check_architecture, free_memory
+from worker.model.self_check import Finding, check_architecture, free_memory
 
 Progress = Callable[[str, str], None]
 DEFAULT_CONTEXT = 2048  # tokens, where --max-model-len is 0
@@ -120,20 +119,19 @@ def _build(
     folders = [target_folder] + ([draft_folder] if draft_folder is not None else [])
     configs = [read_config(folder) for folder in folders]
     length = _context_length(config, configs[0])
-    merges = [check_architecture(f, c) for f, c in zip(folders, configs, strict=True)]
+    findings = [check_architecture(f, c) for f, c in zip(folders, configs, strict=True)]
     cache_dir = Path(config.cache_dir or Path.home() / ".cache" / "nightjar")
     keys = [build_key(folder, dtype=name) for folder in folders]
     compiled = _choose_compiled(build, cache_dir, keys)
 
     progress("load", f"{target_folder.name} in {name}")
-    geometries = [geometry_of(c, config.block_size, dtype) for c in configs]
-    exact = config.arithmetic != "free"
-    target = _prepare(ModelForward, "target", target_folder, configs[0], dtype, merges[0], exact)
+    geometries = [finding.geometry(config.block_size, dtype) for finding in findings]
+    target = _prepare(ModelForward, "target", (folders[0], configs[0], findings[0]), config)
     target.max_model_len = length
     draft = None
     if draft_folder is not None:
-        draft = _prepare(DraftForward, "draft", draft_folder, configs[1], dtype, merges[1], exact)
-        draft.max_model_len = min(length, max_positions(configs[1]))
+        draft = _prepare(DraftForward, "draft", (folders[1], configs[1], findings[1]), config)
+        draft.max_model_len = min(length, draft.max_model_len)
 
     layout = _layout(config, geometries, draft)
     progress("pool", f"{layout.num_bytes >> 20} MB for {layout.num_base_blocks} blocks")
@@ -198,19 +196,14 @@ def _choose_compiled(build: str, cache_dir: Path, keys: list[str]) -> bool:
 
 
 def _prepare(
-    kind: type[ForwardT],
-    role: str,
-    folder: Path,
-    model_config: Any,
-    dtype: torch.dtype,
-    merge: bool,
-    exact: bool,
+    kind: type[ForwardT], role: str, source: tuple[Path, Any, Finding], config: WorkerConfig
 ) -> ForwardT:
     """Load a model and put our linears in; weights are packed once they have their place."""
-    model: nn.Module = load_model(folder, model_config, dtype)
-    runtime = new_runtime(role, exact=exact)
+    folder, model_config, finding = source
+    model: nn.Module = load_model(folder, model_config, device.resolve_dtype(config.dtype))
+    runtime = new_runtime(role, exact=config.arithmetic != "free")
     attach(model, runtime.name)
-    replace_linears(model, runtime, merge=merge)
+    replace_linears(model, runtime, merge=finding.merge)
     size = model_config.get_text_config().vocab_size
     return kind(model, runtime, vocab_size=size, max_model_len=max_positions(model_config))
 

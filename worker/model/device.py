@@ -21,7 +21,7 @@ def set_up(num_threads: int) -> int:
     threads = num_threads or usable_cores()
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
-    torch.backends.mkldnn.set_flags(True, _fp32_precision="ieee")
+    torch.backends.mkldnn.set_flags(True, _fp32_precision="ieee")  # type: ignore[no-untyped-call]
     return threads
 
 
@@ -39,7 +39,7 @@ def has_native_bfloat16() -> bool:
     """True where oneDNN multiplies bfloat16 with the processor's own instructions."""
     flags = cpu_flags()
     return bool(
-        torch.backends.mkldnn.is_available()
+        torch._C._has_mkldnn
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and flags & {"avx512_bf16", "amx_bf16"}
     )

@@ -6,11 +6,14 @@ another kernel. Merging changes no output's bits: each is a dot product of its o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nightjar.errors import EngineFailure
+from worker.model.operators import define
 from worker.model.runtime import Runtime, Weight, get_runtime
 
 MAX_ROWS = 256  # rows of a packed product; also the tokens of one forward
@@ -35,7 +38,8 @@ class PackedLinear(nn.Module):
         """[..., in] -> [..., out]."""
         if torch.compiler.is_compiling():
             op = torch.ops.nightjar.linear.default
-            return op(x, self.nightjar_runtime, self.index, self.out_features)
+            product: torch.Tensor = op(x, self.nightjar_runtime, self.index, self.out_features)
+            return product
         return _linear(x, self.nightjar_runtime, self.index, self.out_features)
 
 
@@ -90,8 +94,9 @@ def replace_linears(model: nn.Module, runtime: Runtime, *, merge: bool) -> None:
                 bias = None if child.bias is None else child.bias.data
                 setattr(module, name, PackedLinear(runtime, child.weight.data, bias))
             elif type(child) is Conv1D:
-                weight = child.weight.data.t().contiguous()
-                setattr(module, name, PackedLinear(runtime, weight, child.bias.data))
+                old: Any = child
+                weight, bias = old.weight.data, old.bias.data
+                setattr(module, name, PackedLinear(runtime, weight.t().contiguous(), bias))
 
 
 def _merge(module: nn.Module, names: tuple[str, ...], runtime: Runtime) -> None:
@@ -139,9 +144,7 @@ def drop_packed(runtime: Runtime) -> None:
 
 def can_pack() -> bool:
     """True where torch has oneDNN's packed linear."""
-    return bool(torch.backends.mkldnn.is_available()) and hasattr(
-        torch.ops.mkldnn, "_reorder_linear_weight"
-    )
+    return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def weight_stub(weight: torch.Tensor) -> torch.Tensor:
@@ -159,7 +162,9 @@ def _linear(x: torch.Tensor, runtime: str, index: int, num_outputs: int) -> torc
     if rows == 1:
         return _product(flat.expand(2, -1).contiguous(), weight)[:1].view(*x.shape[:-1], -1)
     parts = [
-        _linear(part, runtime, index, num_outputs) for part in flat.split(MAX_ROWS) if len(part)
+        _linear(part, runtime, index, num_outputs)
+        for part in torch.split(flat, MAX_ROWS)
+        if len(part)
     ]
     return (
         torch.cat(parts).view(*x.shape[:-1], num_outputs)
@@ -179,11 +184,8 @@ def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return nn.functional.linear(x, weight.plain, weight.bias)
 
 
-_LIBRARY = torch.library.Library("nightjar", "FRAGMENT")
-_LIBRARY.define("linear(Tensor x, str runtime, int index, int num_outputs) -> Tensor")
-_LIBRARY.impl("linear", _linear, "CPU")
-
-
-@torch.library.register_fake("nightjar::linear", lib=_LIBRARY)
 def _fake_linear(x: torch.Tensor, runtime: str, index: int, num_outputs: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], num_outputs)
+
+
+define("linear(Tensor x, str runtime, int index, int num_outputs) -> Tensor", _linear, _fake_linear)

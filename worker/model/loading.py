@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nightjar.errors import ModelRefused
 from worker.model.attention import ATTENTION
-from worker.model.pool import KVGeometry
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _UNSTEADY_ROPE = {"dynamic", "longrope"}  # a row's answer depends on its neighbours' length
@@ -91,19 +90,6 @@ def attach(model: nn.Module, runtime_name: str) -> None:
         module.nightjar_runtime = runtime_name  # type: ignore[assignment]
 
 
-def geometry_of(config: Any, block_size: int, dtype: torch.dtype) -> KVGeometry:
-    """Shape of the model's KV, from its configuration."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return KVGeometry(
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or _old_kv_heads(text) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        block_size=block_size,
-        dtype=dtype,
-    )
-
-
 def max_positions(config: Any) -> int:
     """Positions that the model was made for; 2048 where it does not say."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -157,10 +143,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _old_kv_heads(text: Any) -> int | None:
-    return 1 if getattr(text, "multi_query", False) else None  # gpt_bigcode
 
 
 def _rope_types(rope: Any) -> Iterator[str]:

@@ -1,5 +1,7 @@
-"""What one forward's attention needs, computed once for all layers: where KV is written, and
-groups of rows that attend together, with their gathers and masks.
+"""What one forward's attention needs, computed once for all layers.
+
+That is where KV is written, and groups of rows that attend together, with their gathers and
+masks.
 """
 
 from __future__ import annotations

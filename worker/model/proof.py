@@ -7,6 +7,7 @@ first operation whose rows differ for equal inputs is named.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
@@ -19,6 +20,7 @@ from worker.model.probe_rows import ProbeRows, Row
 
 NUM_CHECKED = 10  # tokens decoded one by one, per row
 MAX_WIDTH = 9  # gamma at most 8, and the bonus token
+_RANDOM_ROUNDS = 12
 _STARTS = (3, 46, 131, 700)  # contexts before the checked tokens: one to many tiles
 Part = tuple[Row, int, int]
 
@@ -26,7 +28,8 @@ Part = tuple[Row, int, int]
 def prove_exact(forward: ModelForward, *, max_num_seqs: int, budget_s: float) -> str | None:
     """Compare; None if every bit is equal, else a sentence naming what differs.
 
-    Every kind of comparison runs once; then random ones until `budget_s` seconds are spent.
+    Every kind of comparison runs once; then random ones, a dozen or until `budget_s` seconds
+    are spent.
     """
     began = time.monotonic()
     limit = forward.max_model_len - NUM_CHECKED
@@ -82,7 +85,9 @@ def _prove(
             return problem
     if problem := _prefill_differs(forward, rows, rng):
         return problem
-    while time.monotonic() < deadline:
+    for _ in range(_RANDOM_ROUNDS):
+        if time.monotonic() > deadline:
+            break
         if problem := differs(parts_of(rng.randint(1, most))):
             return problem
     return None
@@ -95,7 +100,7 @@ def _prefill_differs(forward: ModelForward, rows: ProbeRows, rng: random.Random)
     cuts = sorted({0, length // 3, length // 2 + 1, max(0, length - 2), max(0, length - 1), length})
     cuts[1:1] = [rng.randint(1, max(1, cuts[1] - 1))] if len(cuts) > 2 else []
     cuts = sorted(set(cuts))
-    for first, stop in zip(cuts, cuts[1:], strict=False):
+    for first, stop in itertools.pairwise(cuts):
         batch = [(row, first, stop - first)]
         mine = rows.run(batch)
         if not torch.equal(mine, whole[first:stop]):

@@ -16,12 +16,16 @@ from worker.model.pool import KVCache
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What operators of one model use; `plan` is set while a forward runs."""
+    """What operators of one model use; `plan` is set while a forward runs.
+
+    Without a cache, attention only notes (num_kv_heads, head_dim) and returns zeros.
+    """
 
     name: str
     exact: bool
     cache: KVCache | None = None
     plan: Plan | None = None
+    kv_shapes: set[tuple[int, int]] = field(default_factory=set)  # seen while there is no cache
     weights: list[Weight] = field(default_factory=list)
 
 

@@ -1,5 +1,7 @@
-"""Does the paged forward give the model's own answers? Checked at load in float32, on a few
-layers with the real weights, against transformers' own eager attention.
+"""Does the paged forward give the model's own answers?
+
+Checked at load in float32, on a few layers with the real weights, chunked and batched,
+against transformers' own eager attention.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import ctypes
 import gc
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,18 +22,38 @@ from worker.model.attention import ATTENTION
 from worker.model.batch import Batch
 from worker.model.forward import ModelForward
 from worker.model.linear import pack, replace_linears
-from worker.model.loading import attach, geometry_of, load_model, quiet
-from worker.model.pool import KVCache
+from worker.model.loading import attach, load_model, quiet
+from worker.model.pool import KVCache, KVGeometry
 from worker.model.runtime import new_runtime, release_runtime
 
 TOLERANCE = 1e-5  # of the largest logit
 CHECK_WINDOW = 8  # windows are cut to it, so that short prompts reach beyond them
 _LENGTHS = (29, 21, 2)  # tokens of the checked rows
 _BLOCK_SIZE = 16
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
 
 
-def check_architecture(folder: Path, config: Any) -> bool:
-    """Compare the paged forward with the model's own; True if merged linears may be used.
+class Finding(NamedTuple):
+    """What the check learned of an architecture."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    merge: bool  # whether merged linears may be used
+
+    def geometry(self, block_size: int, dtype: torch.dtype) -> KVGeometry:
+        """Shape of the model's KV."""
+        return KVGeometry(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+
+def check_architecture(folder: Path, config: Any) -> Finding:
+    """Compare the paged forward with the model's own.
 
     Raises:
         ModelRefused: It differs, does not run, or some layers do not reach our attention.
@@ -41,10 +63,13 @@ def check_architecture(folder: Path, config: Any) -> bool:
     try:
         rows = _rows(small)
         expected = _own_forward(model, rows)
+        kv_heads, head_dim = _kv_shape(model, rows[0])
+        shape = Finding(small.get_text_config().num_hidden_layers, kv_heads, head_dim, merge=True)
         for merge in (True, False):
-            problem = _compare(copy.deepcopy(model), small, rows, expected, merge=merge)
+            problem = _compare(copy.deepcopy(model), shape, rows, expected, merge=merge)
             if problem is None:
-                return merge
+                whole = config.get_text_config().num_hidden_layers
+                return shape._replace(num_layers=whole, merge=merge)
         raise ModelRefused(f"{config.model_type}: {problem}")
     finally:
         del model
@@ -114,9 +139,26 @@ def _own_forward(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     return [row[0] for row in logits]
 
 
+def _kv_shape(model: Any, row: list[int]) -> tuple[int, int]:
+    """(num_kv_heads, head_dim) that reach our attention."""
+    runtime = new_runtime("self-check", exact=True)
+    attach(model, runtime.name)
+    with quiet(), torch.inference_mode():
+        try:
+            model(input_ids=torch.tensor([row]), use_cache=False)
+        except (*_FAILURES, ModelRefused) as error:
+            raise ModelRefused(f"{model.config.model_type}: {error}") from error
+        finally:
+            release_runtime(runtime)
+    if len(runtime.kv_shapes) != 1:
+        what = "differ in KV heads or head width" if runtime.kv_shapes else "bypass the attention"
+        raise ModelRefused(f"{model.config.model_type}: its layers {what}, which is not served")
+    return next(iter(runtime.kv_shapes))
+
+
 def _compare(
     model: nn.Module,
-    config: Any,
+    shape: Finding,
     rows: list[list[int]],
     expected: list[torch.Tensor],
     *,
@@ -128,23 +170,23 @@ def _compare(
         attach(model, runtime.name)
         replace_linears(model, runtime, merge=merge)
         pack(runtime, model, keep_plain=False)
-        geometry = geometry_of(config, _BLOCK_SIZE, torch.float32)
+        geometry = shape.geometry(_BLOCK_SIZE, torch.float32)
         per_row = -(-max(_LENGTHS) // _BLOCK_SIZE)
         num_blocks = len(rows) * per_row
         memory = torch.empty(num_blocks * geometry.block_bytes, dtype=torch.uint8)
         memory.view(torch.float32).fill_(float("nan"))
         runtime.cache = KVCache(memory, geometry, num_blocks)
-        size = config.get_text_config().vocab_size
+        size = expected[0].shape[1]
         forward = ModelForward(model, runtime, vocab_size=size, max_model_len=max(_LENGTHS))
         tables = [list(range(i * per_row, (i + 1) * per_row)) for i in range(len(rows))]
         seen: list[list[torch.Tensor]] = [[] for _ in rows]
         layers = set(range(geometry.num_layers))
         for chunk in _schedule(rows, tables):
             with quiet():
-                logits, reached = _run(forward, chunk)
-            if reached != layers:
-                return f"{len(layers - reached)} of {len(layers)} layers bypass the paged attention"
-            for row, part in zip(chunk.rows, logits.split(chunk.counts), strict=True):
+                logits = forward.run(chunk.batch)
+            if reached := layers - forward.last_layers:
+                return f"{len(reached)} of {len(layers)} layers bypass the paged attention"
+            for row, part in zip(chunk.rows, torch.split(logits, chunk.counts), strict=True):
                 seen[row].append(part)
         scale = max(logits.abs().max().item() for logits in expected)
         worst = max(
@@ -153,7 +195,7 @@ def _compare(
         )
     except ModelRefused as error:
         return str(error)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+    except _FAILURES as error:
         return f"its forward does not run over a paged cache ({type(error).__name__}: {error})"
     finally:
         release_runtime(runtime)
@@ -168,7 +210,10 @@ class _Chunk:
     def __init__(self, parts: list[tuple[int, list[int], int]], tables: list[list[int]]) -> None:
         self.rows = [row for row, _, _ in parts]
         self.counts = [len(ids) for _, ids, _ in parts]
-        starts, ids, positions, slots = [0], [], [], []
+        starts: list[int] = [0]
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for row, tokens, first in parts:
             ids += tokens
             at = range(first, first + len(tokens))
@@ -198,8 +243,3 @@ def _schedule(rows: list[list[int]], tables: list[list[int]]) -> list[_Chunk]:
         steps.append(_Chunk(parts, tables))
     assert done == [len(row) for row in rows]
     return steps
-
-
-def _run(forward: ModelForward, chunk: _Chunk) -> tuple[torch.Tensor, set[int]]:
-    logits = forward.run(chunk.batch)
-    return logits, forward.last_layers
