@@ -16,7 +16,9 @@ class BucketGrid:
     def bucket(self, batch_size: int, num_kv_tokens: int) -> int:
         """Bucket of a context, in [0, num_buckets)."""
         row = bisect_right(self.batch_size_edges, batch_size)
-        return row * (len(self.kv_token_edges) + 1) + bisect_right(self.kv_token_edges, num_kv_tokens)
+        return row * (len(self.kv_token_edges) + 1) + bisect_right(
+            self.kv_token_edges, num_kv_tokens
+        )
 
     @property
     def num_buckets(self) -> int:

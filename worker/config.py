@@ -15,9 +15,7 @@ class WorkerConfig:
     listen: str = option("127.0.0.1:0", "address to serve on; port 0 takes a free one")
     model: str = option("smollm2-135m", "alias, local folder or Hub id of the target model")
     served_model_name: str = option("", "name that requests may use; empty takes the model's")
-    proposer: Literal["draft_model", "ngram", "none"] = option(
-        "draft_model", "what drafts tokens"
-    )
+    proposer: Literal["draft_model", "ngram", "none"] = option("draft_model", "what drafts tokens")
     draft: str = option(
         "", "folder or Hub id of the draft; empty takes the one shipped for the alias"
     )
@@ -51,7 +49,7 @@ class WorkerConfig:
     gamma: int | None = option(None, "fixed gamma while no planner is configured (default 0)")
     prefix_cache: bool = option(True, "reuse KV blocks of equal prefixes")
     cache_dir: str = option("", "folder for models and builds; empty is ~/.cache/nightjar")
-    shm_dir: str = option("/dev/shm", "folder of the shared-memory pool")
+    shm_dir: str = option("/dev/shm", "folder of the shared-memory pool")  # noqa: S108
     drain_timeout_s: float = at_least(0, 30, "seconds that admitted requests get at SIGTERM")
     progress_timeout_s: float = at_least(
         0.5, 10, "seconds without a sign of the engine after which the worker is not ready"

@@ -31,5 +31,5 @@ class Forward(Protocol):
     max_model_len: int
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Write the tokens' KV at their slots; return logits [len(logit_tokens), vocab_size], float32."""
+        """Write the tokens' KV at their slots; logits float32 [len(logit_tokens), vocab_size]."""
         ...
