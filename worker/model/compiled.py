@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import platform
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
@@ -21,7 +23,7 @@ import nightjar
 from nightjar.errors import EngineFailure, ModelRefused
 from worker.model.batch import Batch
 from worker.model.device import device_kind
-from worker.model.forward import ModelForward
+from worker.model.forward import ModelForward, Step
 
 _MARKER = "complete.json"
 _TRACED = (7, 3)  # tokens and kept tokens of the traced call: unequal, so that both are free
@@ -70,8 +72,9 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str) -> None:
         ModelRefused: The model's forward does not compile to one graph.
     """
     forward.pad_always = True
-    step = torch.compile(forward.eager_step, dynamic=True, fullgraph=True)
-    with _inductor_cache(build_folder(cache_dir, key)):
+    step = torch.compile(_own_code(forward), fullgraph=True)
+    floats_stay = torch._dynamo.config.patch(specialize_float=True)  # else all is traced twice
+    with _inductor_cache(build_folder(cache_dir, key)), floats_stay:
         try:
             _trace(forward, step)
         except Exception as error:
@@ -89,7 +92,17 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str) -> None:
     forward.compiled = True
 
 
-def _trace(forward: ModelForward, step: object) -> None:
+def _own_code(forward: ModelForward) -> Step:
+    """The eager step as a function with a code object of its own, by which dynamo caches."""
+
+    def step(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return forward.eager_step(ids, positions, keep)
+
+    own = types.FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
+    return cast(Step, own)
+
+
+def _trace(forward: ModelForward, step: Step) -> None:
     runtime = forward.runtime
     assert runtime.cache is not None
     tokens, kept = _TRACED
@@ -107,7 +120,7 @@ def _trace(forward: ModelForward, step: object) -> None:
         torch._dynamo.mark_dynamic(ids, 1)
         torch._dynamo.mark_dynamic(positions, 1)
         torch._dynamo.mark_dynamic(keep, 0)
-        return step(ids, positions, keep)  # type: ignore[operator,no-any-return]
+        return step(ids, positions, keep)
 
     forward.step = marked
     forward.run(batch)
