@@ -234,6 +234,8 @@ def _place(
     num_blocks = layout.num_base_blocks + layout.num_extra_blocks
     target.runtime.cache = KVCache(arena.memory, geometries[0], num_blocks)
     pack(target.runtime, target.model, keep_plain=False)
+    for tensor in _tensors(target.model):  # what is left lets go of the mapped checkpoint
+        tensor.data = tensor.data.clone()
     if draft is None:
         return None
     tail = arena.memory[layout.tail_offset :]
