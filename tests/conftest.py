@@ -13,6 +13,9 @@ from store_server import StoreServer
 if TYPE_CHECKING:
     from tiny import TinyModels
 
+# As the worker package does, for tests that load torch before it.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:

@@ -1,8 +1,9 @@
 """Attention over the paged pool, registered with transformers under `ATTENTION`.
 
-Exact arithmetic: heads of a group are folded into query rows, scores and softmax are float32,
-and P·V is one product per tile of 64 keys, the tiles joined by a binary tree in order of
-position. Missing tiles would add zero, so a row's bits depend on its own positions alone.
+Heads of a group are folded into query rows; sums are float32 inside each operation. Exact
+arithmetic takes P·V as one product per tile of 64 keys and joins the tiles, in float32, by a
+binary tree in order of position. Missing tiles would add zero, so a row's bits depend on its
+own positions alone.
 """
 
 from __future__ import annotations
@@ -86,39 +87,39 @@ def _attend_group(cache: KVCache, group: Group, rule: Rule, query: torch.Tensor)
     shape = folded.shape  # [R, kv_heads, heads per kv head, n, head_dim]
     folded = folded.reshape(rows * kv_heads, -1, head_dim)
 
-    scores = torch.bmm(folded, keys.transpose(1, 2)).float()
+    mask = group.mask(rule.window, shape[1], shape[2], dtype)
     if rule.softcap:
-        scores.mul_(rule.scaling / rule.softcap).tanh_().mul_(rule.softcap)
+        scores = torch.bmm(folded, keys.transpose(1, 2)).float()
+        scores = scores.mul_(rule.scaling / rule.softcap).tanh_().mul_(rule.softcap).add_(mask)
+        weights = torch.softmax(scores, -1).to(dtype)
     else:
-        scores.mul_(rule.scaling)
-    scores.view(*shape[:4], context).masked_fill_(group.mask(rule.window), float("-inf"))
-    weights = torch.softmax(scores, -1)
-    if rule.exact:
-        result = _join_tiles(weights, values, dtype)
-    else:
-        result = torch.bmm(weights.to(dtype), values)
+        scores = torch.baddbmm(mask, folded, keys.transpose(1, 2), alpha=rule.scaling)
+        weights = torch.softmax(scores, -1)
+    result = _join_tiles(weights, values) if rule.exact else torch.bmm(weights, values)
     return result.view(shape).permute(0, 3, 1, 2, 4).reshape(rows * queries, -1)
 
 
-def _join_tiles(weights: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """P·V: weights float32 [B, M, S], values [B, S, head_dim] -> [B, M, head_dim]."""
+def _join_tiles(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """P·V in tiles: weights [B, M, S], values [B, S, head_dim] -> [B, M, head_dim]."""
     batch, height, context = weights.shape
     count, head_dim = context // CONTEXT_TILE, values.shape[2]
-    tiles = torch.empty(batch, count, height, CONTEXT_TILE, dtype=dtype)
-    tiles.copy_(weights.view(batch, height, count, CONTEXT_TILE).transpose(1, 2))
+    tiles = weights.view(batch, height, count, CONTEXT_TILE).transpose(1, 2)
     parts = torch.bmm(
-        tiles.view(batch * count, height, CONTEXT_TILE),
+        tiles.reshape(batch * count, height, CONTEXT_TILE),
         values.reshape(batch * count, CONTEXT_TILE, head_dim),
     )
     if count == 1:
         return parts
-    joined = parts.view(batch, count, height, head_dim).float()
+    joined = parts.view(batch, count, height, head_dim)
+    if count == 2:  # one addition rounds once: the bits of the tree below
+        return joined[:, 0] + joined[:, 1]
+    joined = joined.float()
     while count > 1:
         half = count // 2
         pairs = joined[:, 0 : 2 * half : 2] + joined[:, 1 : 2 * half : 2]
         joined = pairs if count % 2 == 0 else torch.cat((pairs, joined[:, -1:]), 1)
         count = joined.shape[1]
-    return joined[:, 0].to(dtype)
+    return joined[:, 0].to(values.dtype)
 
 
 def _registered(
@@ -162,7 +163,7 @@ def _attention(  # noqa: PLR0917 - an operator's schema
 ) -> torch.Tensor:
     state = get_runtime(runtime)
     if state.cache is None:
-        state.kv_shapes.add((key.shape[1], key.shape[3]))
+        state.shapes.add((query.shape[1], key.shape[1], key.shape[3]))
         return torch.zeros_like(query.transpose(1, 2))
     assert state.plan is not None
     rule = Rule(layer, scaling, window, softcap, state.exact)

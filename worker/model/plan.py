@@ -38,15 +38,25 @@ class Group:
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
     gathered: torch.Tensor | None = None  # buffer that the layers share
 
-    def mask(self, window: int) -> torch.Tensor:
-        """True where a key is hidden from a query, [R, 1, 1, n, S]; window 0 is none."""
+    def mask(self, window: int, kv_heads: int, folded: int, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to scores, [R * kv_heads, folded * n, S]: 0, or -inf where hidden.
+
+        Args:
+            window: Keys that a query sees, itself included; 0 sees all.
+            kv_heads: KV heads, for each of which the mask is repeated.
+            folded: Heads folded into the query rows.
+            dtype: Of the scores.
+        """
         mask = self.masks.get(window)
         if mask is None:
             keys = torch.arange(self.context)
-            last = self.query_positions[:, None, None, :, None]
-            mask = keys > last
+            last = self.query_positions[:, :, None]
+            hidden = keys > last
             if window:
-                mask |= keys <= last - window
+                hidden |= keys <= last - window
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            mask = mask[:, None, None].expand(-1, kv_heads, folded, -1, -1)
+            mask = mask.reshape(self.num_rows * kv_heads, -1, self.context)
             self.masks[window] = mask
         return mask
 
@@ -127,7 +137,7 @@ def _make_group(
     size, heads = geometry.block_size, geometry.num_kv_heads
     starts = np.asarray([batch.query_starts[row] for row in rows])
     counts = np.asarray([batch.query_starts[row + 1] for row in rows]) - starts
-    num_queries = max(int(counts.max()), 2 if exact else 1)
+    num_queries = max(int(counts.max()), _least_queries(geometry) if exact else 1)
     steps = np.minimum(np.arange(num_queries), counts[:, None] - 1)
     tokens = starts[:, None] + steps  # [R, n]
     first = np.asarray([batch.positions[start] for start in starts])
@@ -170,6 +180,18 @@ def _make_group(
         query_positions=torch.from_numpy(positions),
     )
     return group, flat[real], np.arange(len(flat))[real]
+
+
+def _least_queries(geometry: KVGeometry) -> int:
+    """Query positions that keep one row's products on the kernels that many rows take.
+
+    Few query rows take other kernels (float32 below 4, others below 2), and so do products of
+    at most 16 ** 3 steps.
+    """
+    folded = geometry.num_heads // geometry.num_kv_heads
+    least_rows = 4 if geometry.dtype == torch.float32 else 2
+    per_query = geometry.num_heads * geometry.head_dim * CONTEXT_TILE
+    return max(-(-least_rows // folded), 16**3 // per_query + 1)
 
 
 def _order(batch: Batch, num_tokens: int) -> np.ndarray:

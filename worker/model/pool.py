@@ -27,9 +27,10 @@ IMAGE_ALIGNMENT = 64  # a tensor of the image starts on a cache line
 
 @dataclass(frozen=True, kw_only=True)
 class KVGeometry:
-    """Shape of one model's KV."""
+    """Shape of one model's KV, and of the queries that read it."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int

@@ -18,14 +18,14 @@ from worker.model.pool import KVCache
 class Runtime:
     """What operators of one model use; `plan` is set while a forward runs.
 
-    Without a cache, attention only notes (num_kv_heads, head_dim) and returns zeros.
+    Without a cache, attention only notes (num_heads, num_kv_heads, head_dim) and returns zeros.
     """
 
     name: str
     exact: bool
     cache: KVCache | None = None
     plan: Plan | None = None
-    kv_shapes: set[tuple[int, int]] = field(default_factory=set)  # seen while there is no cache
+    shapes: set[tuple[int, int, int]] = field(default_factory=set)  # seen without a cache
     weights: list[Weight] = field(default_factory=list)
 
 

@@ -37,6 +37,7 @@ class Finding(NamedTuple):
     """What the check learned of an architecture."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     merge: bool  # whether merged linears may be used
@@ -45,6 +46,7 @@ class Finding(NamedTuple):
         """Shape of the model's KV."""
         return KVGeometry(
             num_layers=self.num_layers,
+            num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
@@ -63,8 +65,8 @@ def check_architecture(folder: Path, config: Any) -> Finding:
     try:
         rows = _rows(small)
         expected = _own_forward(model, rows)
-        kv_heads, head_dim = _kv_shape(model, rows[0])
-        shape = Finding(small.get_text_config().num_hidden_layers, kv_heads, head_dim, merge=True)
+        count = small.get_text_config().num_hidden_layers
+        shape = Finding(count, *_head_shape(model, rows[0]), merge=True)
         for merge in (True, False):
             problem = _compare(copy.deepcopy(model), shape, rows, expected, merge=merge)
             if problem is None:
@@ -139,8 +141,8 @@ def _own_forward(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     return [row[0] for row in logits]
 
 
-def _kv_shape(model: Any, row: list[int]) -> tuple[int, int]:
-    """(num_kv_heads, head_dim) that reach our attention."""
+def _head_shape(model: Any, row: list[int]) -> tuple[int, int, int]:
+    """(num_heads, num_kv_heads, head_dim) that reach our attention."""
     runtime = new_runtime("self-check", exact=True)
     attach(model, runtime.name)
     with quiet(), torch.inference_mode():
@@ -150,10 +152,10 @@ def _kv_shape(model: Any, row: list[int]) -> tuple[int, int]:
             raise ModelRefused(f"{model.config.model_type}: {error}") from error
         finally:
             release_runtime(runtime)
-    if len(runtime.kv_shapes) != 1:
-        what = "differ in KV heads or head width" if runtime.kv_shapes else "bypass the attention"
+    if len(runtime.shapes) != 1:
+        what = "differ in heads or head width" if runtime.shapes else "bypass the attention"
         raise ModelRefused(f"{model.config.model_type}: its layers {what}, which is not served")
-    return next(iter(runtime.kv_shapes))
+    return next(iter(runtime.shapes))
 
 
 def _compare(

@@ -38,7 +38,7 @@ def silent(stage: str, detail: str) -> None:
 def test_strips_and_rows_are_the_same_bytes() -> None:
     """A token's row of a layer lies in the strip that its block and head name."""
     geometry = KVGeometry(
-        num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype=torch.float32
+        num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, block_size=16, dtype=torch.float32
     )
     memory = torch.zeros(5 * geometry.block_bytes, dtype=torch.uint8)
     whole = memory.view(torch.float32).view(5, 3, 2, 2, 16, 8)
