@@ -165,6 +165,10 @@ def _attention(  # noqa: PLR0917 - an operator's schema
     if state.cache is None:
         state.shapes.add((query.shape[1], key.shape[1], key.shape[3]))
         return torch.zeros_like(query.transpose(1, 2))
+    if state.native is not None:
+        return state.native.attend(
+            layer, query, key, value, scaling=scaling, window=window, softcap=softcap
+        )
     assert state.plan is not None
     rule = Rule(layer, scaling, window, softcap, state.exact)
     return attend(state.cache, state.plan, rule, query=query, key=key, value=value)

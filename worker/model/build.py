@@ -62,7 +62,7 @@ class Models:
         """Unlink the shared files and forget the models; twice does no harm."""
         for forward in (self.target, self.draft):
             if forward is not None:
-                forward.runtime.cache = None
+                forward.runtime.cache = forward.runtime.native = None
                 release_runtime(forward.runtime)
         self.arena.close()
         atexit.unregister(self.arena.close)
@@ -144,7 +144,7 @@ def _build(
         if compiled:
             for forward, key in zip(forwards, keys, strict=True):
                 progress("compile", f"{forward.runtime.name}: first use of the compiled build")
-                compile_forward(forward, cache_dir, key)
+                compile_forward(forward, cache_dir, key, fill=build == "fill")
         reason = _settle_arithmetic(config, forwards, progress)
         if build == "fill":
             for key, folder in zip(keys, folders, strict=True):

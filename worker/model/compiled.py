@@ -21,6 +21,7 @@ import transformers
 
 import nightjar
 from nightjar.errors import EngineFailure, ModelRefused
+from worker.model import native
 from worker.model.batch import Batch
 from worker.model.device import device_kind
 from worker.model.forward import ModelForward, Step
@@ -43,6 +44,7 @@ def build_key(folder: Path, *, dtype: str) -> str:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "nightjar": nightjar.__version__,
+        "attention": hashlib.sha256(native.SOURCE.read_bytes()).hexdigest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -65,16 +67,22 @@ def mark_built(cache_dir: Path, key: str, note: str) -> None:
     part.replace(folder / _MARKER)
 
 
-def compile_forward(forward: ModelForward, cache_dir: Path, key: str) -> None:
-    """Compile `forward.step`, from the cache where it is filled.
+def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: bool) -> None:
+    """Compile `forward.step`, from the cache unless it is being filled.
 
     Raises:
         ModelRefused: The model's forward does not compile to one graph.
     """
+    runtime, folder = forward.runtime, build_folder(cache_dir, key)
+    assert runtime.cache is not None
+    if native.supports(runtime.cache.geometry):
+        if fill:
+            native.compile_library(folder)
+        runtime.native = native.NativeAttention(folder, runtime.cache.geometry)
     forward.pad_always = True
     step = torch.compile(_own_code(forward), fullgraph=True)
     floats_stay = torch._dynamo.config.patch(specialize_float=True)  # else all is traced twice
-    with _inductor_cache(build_folder(cache_dir, key)), floats_stay:
+    with _inductor_cache(folder), floats_stay:
         try:
             _trace(forward, step)
         except Exception as error:

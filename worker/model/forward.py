@@ -63,13 +63,18 @@ class ModelForward:
             ids, positions = [*ids, ids[-1]], [*positions, positions[-1]]
         if len(kept) < least:
             kept = [*kept, kept[-1]]
-        runtime.plan = make_plan(
-            batch, runtime.cache.geometry, exact=runtime.exact, num_tokens=total
-        )
+        if runtime.native is not None:
+            runtime.native.prepare(runtime.cache, batch, total)
+            layers = runtime.native.layers
+        else:
+            runtime.plan = make_plan(
+                batch, runtime.cache.geometry, exact=runtime.exact, num_tokens=total
+            )
+            layers = runtime.plan.layers
         try:
             logits = self.step(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(kept))
         finally:
-            self.last_layers = runtime.plan.layers
+            self.last_layers = layers
             runtime.plan = None
         return logits[: len(batch.logit_tokens)].float()
 

@@ -7,11 +7,15 @@ and none of the pool, and packed weights may be dropped and rebuilt under it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from worker.model.plan import Plan
 from worker.model.pool import KVCache
+
+if TYPE_CHECKING:
+    from worker.model.native import NativeAttention
 
 
 @dataclass(kw_only=True)
@@ -25,6 +29,7 @@ class Runtime:
     exact: bool
     cache: KVCache | None = None
     plan: Plan | None = None
+    native: NativeAttention | None = None  # the compiled build's attention; it plans for itself
     shapes: set[tuple[int, int, int]] = field(default_factory=set)  # seen without a cache
     weights: list[Weight] = field(default_factory=list)
 
