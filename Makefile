@@ -3,14 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PROMPT  = What is the capital of France, and why do people visit it?
-# By the environment, so that the shell takes quotes and dollars in it as they are.
-export PROMPT
+PROMPT ?= What is the capital of France, and why do people visit it?
+# Neither make nor the shell may expand what a user asks: the unexpanded value travels by the
+# environment, and PROMPT itself, which make would expand on its way there, does not.
+unexport PROMPT
+run: export ASKED := $(value PROMPT)
 
 .PHONY: run serve test test-all lint type proto format clean
 
 run: $(STAMP)        ## answer one question with the whole system, then stop
-	@$(BIN)/nightjar up --prompt="$$PROMPT"
+	@$(BIN)/nightjar up --prompt="$$ASKED"
 
 serve: $(STAMP)      ## keep the whole system up; Ctrl-C stops it
 	$(BIN)/nightjar up

@@ -24,7 +24,7 @@ from nightjar.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 POLICIES = {"off": ("off",), "fixed 3": ("fixed", "gamma=3"), "nightjar": ("nightjar",)}
 LOADS = (1, 4, 16)
 WARM_UP_STEPS = 1000
-MEASURED_S = 20.0
+MEASURED_S = 10.0
 QUESTIONS = (
     "Explain how rain forms.",
     "Write a short poem about a river.",

@@ -10,11 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from nightjar.config import at_least, option, parse
 from nightjar.errors import NightjarError, Unavailable
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc as rpc
+
+LENGTH_FIELDS = ("prompt", "sampling.max_tokens")
+
+
+class ContextFull(NightjarError):
+    """The conversation and the answer asked for do not fit the model's context."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,10 +82,36 @@ def ask(stub: rpc.GenerationServiceStub, messages: list[pb.ChatMessage], config:
             if response.HasField("usage"):
                 print(f"\n{statistics(response.usage, time.monotonic() - began)}", flush=True)
     except grpc.RpcError as error:
-        raise NightjarError(f"{error.code().name}: {error.details()}") from None
+        text = f"{error.code().name}: {error.details()}"
+        raise (ContextFull if _names_length(error) else NightjarError)(text) from None
     finally:
         call.cancel()
     return text
+
+
+def _names_length(error: grpc.RpcError) -> bool:
+    """Whether a request was refused because prompt and answer exceed the context."""
+    status, refusal = rpc_status.from_call(error), error_details_pb2.BadRequest()
+    details = status.details if status is not None else ()
+    return any(
+        detail.Unpack(refusal) and refusal.field_violations[0].field in LENGTH_FIELDS
+        for detail in details
+    )
+
+
+def _ask_forgetting(
+    stub: rpc.GenerationServiceStub, turn: list[pb.ChatMessage], config: ChatConfig
+) -> str:
+    """Ask; where the conversation fills the context, its oldest turns are taken out of `turn`."""
+    first = 1 if config.system else 0
+    while True:
+        try:
+            return ask(stub, turn, config)
+        except ContextFull:
+            if len(turn) < first + 3:
+                raise
+            del turn[first : first + 2]
+            print("[the context is full: the oldest turn is forgotten]", file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
         while (line := _read_line()) is not None:
             turn = [*messages, _user(line)]
             try:
-                answer = ask(stub, turn, config)
+                answer = _ask_forgetting(stub, turn, config)
             except NightjarError as error:
                 print(f"\n{error}", file=sys.stderr)
             except KeyboardInterrupt:

@@ -15,7 +15,7 @@ _DISCARD_FACTOR = 16
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """Read the JSON object in a request's body; members that are null count as absent.
+    """Read the JSON object in a request's body.
 
     Raises:
         HttpError: 413 over the limit, 415 for another content type, 400 for anything that is
@@ -33,7 +33,7 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
         raise HttpError(400, f"body: not valid JSON: {error}", "body") from None
     if not isinstance(value, dict):
         raise HttpError(400, "body: must be a JSON object", "body")
-    return {name: member for name, member in value.items() if member is not None}
+    return value
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -103,7 +103,10 @@ def _bias(value: object) -> dict[int, float]:
             raise ValueError("its names must be token ids")
         if not isinstance(number, int | float) or isinstance(number, bool):
             raise ValueError("its values must be numbers")
-        bias[int(name)] = float(number)
+        try:
+            bias[int(name)] = float(number)
+        except OverflowError:
+            raise ValueError("its values must lie in [-100, 100]") from None
     return bias
 
 
@@ -193,9 +196,12 @@ def parse(route: Route, body: dict[str, Any], request_id: str) -> Parsed:
     Raises:
         InvalidRequest: A field is unknown, missing or of a wrong type.
     """
-    body = dict(body)
+    model = ChatBody if route == "chat" else CompletionBody
+    known = {*model.model_fields, *_ASKS_NOTHING}
+    body = {name: given for name, given in body.items() if given is not None or name not in known}
     for name, value in _ASKS_NOTHING.items():
-        if name in body and body.pop(name) != value:
+        # 0 is not false and true is not 1, whatever Python says.
+        if name in body and json.dumps(body.pop(name)) != json.dumps(value):
             raise InvalidRequest(name, f"not supported; only {json.dumps(value)} is accepted")
     try:
         if route == "chat":

@@ -179,6 +179,9 @@ async def test_designed_but_not_served(served: Any, field: str, stream: bool) ->
 
 HTTP_ONLY: list[tuple[str, Any, str, str]] = [
     (COMPLETION, {**HELLO, "foo": 1}, "foo", "unknown field"),
+    (COMPLETION, {**HELLO, "foo": None}, "foo", "unknown field"),
+    (COMPLETION, {**HELLO, "echo": 0}, "echo", "only false is accepted"),
+    (COMPLETION, {**HELLO, "logit_bias": {"5": 10**400}}, "logit_bias", "[-100, 100]"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x", "unknown"),
     (COMPLETION, {**HELLO, "nightjar": {"gamma": 1}}, "nightjar.gamma", "unknown field"),
     (COMPLETION, {}, "prompt", "is required"),

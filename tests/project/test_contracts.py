@@ -144,3 +144,24 @@ def test_distribution_holds_the_draft_and_its_notices() -> None:
     assert drafts
     assert drafts <= shipped
     assert all((ROOT / name).is_file() for name in project["project"]["license-files"])
+
+
+@pytest.mark.parametrize("by_variable", [False, True], ids=["argument", "environment"])
+def test_a_prompt_reaches_the_command_as_typed(tmp_path: Path, by_variable: bool) -> None:
+    """`make run` hands PROMPT over unexpanded: dollars, quotes and backticks are text."""
+    touched = tmp_path / "touched"
+    prompt = f"""costs $5 or $HOME? $(shell touch {touched}) "q" `touch {touched}` it's"""
+    command = tmp_path / "bin" / "nightjar"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\nprintf '%s' \"$2\"\n")
+    command.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    argv = ["make", "--silent", "run", f"VENV={tmp_path}"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    if by_variable:
+        environ["PROMPT"] = prompt
+    else:
+        argv.append(f"PROMPT={prompt}")
+    done = subprocess.run(argv, cwd=ROOT, env=environ, check=True, capture_output=True, text=True)
+    assert done.stdout == f"--prompt={prompt}"
+    assert not touched.exists()

@@ -76,6 +76,7 @@ def run_engine(config: WorkerConfig, socket_path: str) -> int:
         log.get().error("the engine stops", reason=str(error))
         return 1
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # leaving already, handlers of exit included
         if models is not None:
             models.close()
         channel.close()
