@@ -56,6 +56,8 @@ class System:
                 raise SystemExit(f"system {self.name} ended with {self._process.returncode}")
             await asyncio.sleep(0.2)
         self.addresses = json.loads(file.read_text())
+        command = [sys.executable, "-m", "nightjar", "healthcheck", "--wait", "600"]
+        subprocess.run([*command, self.addresses["gateway_grpc"]], check=True)
         policy, *parameters = POLICIES[self.name]
         flags = [flag for pair in parameters for flag in ("--param", pair)]
         planner = f"--planner={self.addresses['planner']}"
