@@ -156,6 +156,13 @@ def speculation(tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, 
                 }
                 for gamma, found in by_gamma.items()
             }
+        steady: dict[int, list[float]] = defaultdict(list)
+        for _ in range(options.rounds):
+            job = {"prompts": prompts, "max_tokens": NUM_TOKENS, "at_once": 4}
+            plain_s = arm.run(**job, max_gamma=0)["seconds"]
+            for gamma in gammas[1:]:
+                steady[gamma].append(plain_s / arm.run(**job, max_gamma=gamma)["seconds"])
+        result["four at a time, all prompts"] = {g: spread(r) for g, r in steady.items()}
     return result
 
 

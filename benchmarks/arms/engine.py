@@ -57,6 +57,7 @@ def main() -> None:
         begin = time.perf_counter()
         num_finished, histogram, drafted, accepted = 0, [0] * 9, 0, 0
         tokens: dict[int, list[int]] = {}
+        pending = []
         for prompt in job["prompts"]:
             params = SamplingParams(
                 temperature=job.get("temperature", 0.0),
@@ -65,11 +66,12 @@ def main() -> None:
                 ignore_eos=job.get("ignore_eos", True),
                 max_gamma=job.get("max_gamma"),
             )
-            channel.inbox.append(
-                Submit(request_id=next_id, prompt_token_ids=prompt, sampling=params)
-            )
+            pending.append(Submit(request_id=next_id, prompt_token_ids=prompt, sampling=params))
             tokens[next_id] = []
             next_id += 1
+        # At most so many at once; the next one enters as one leaves.
+        at_once = job.get("at_once", len(pending))
+        channel.inbox, pending = [*pending[:at_once]], pending[at_once:]
         while num_finished < len(tokens):
             engine.turn()
             for output in channel.outputs:
@@ -80,6 +82,7 @@ def main() -> None:
                 for finished in output.finished:
                     assert finished.reason in ("stop", "length"), finished
                     num_finished += 1
+                    channel.inbox += [pending.pop(0)] if pending else []
                     usage = finished.usage
                     drafted += usage.num_draft_tokens
                     accepted += usage.num_accepted_tokens
