@@ -30,7 +30,7 @@ class ModelForward:
         self.step: Step = self.eager_step
         self.pad_always = False  # a compiled step never sees one row
         self.compiled = False
-        self.last_layers: set[int] = set()  # layers that attended in the last forward
+        self.last_layers: set[int] = set()  # that attended in the last planned forward
 
     def eager_step(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor
@@ -65,17 +65,16 @@ class ModelForward:
             kept = [*kept, kept[-1]]
         if runtime.native is not None:
             runtime.native.prepare(runtime.cache, batch, total)
-            layers = runtime.native.layers
         else:
             runtime.plan = make_plan(
                 batch, runtime.cache.geometry, exact=runtime.exact, num_tokens=total
             )
-            layers = runtime.plan.layers
         try:
             logits = self.step(torch.tensor([ids]), torch.tensor([positions]), torch.tensor(kept))
         finally:
-            self.last_layers = layers
-            runtime.plan = None
+            if runtime.plan is not None:
+                self.last_layers = runtime.plan.layers
+                runtime.plan = None
         return logits[: len(batch.logit_tokens)].float()
 
 

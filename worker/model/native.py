@@ -100,7 +100,6 @@ class NativeAttention:
         self._cache: KVCache | None = None
         self._layers: list[int] = []  # addresses in the cache
         self._arrays: _Arrays | None = None
-        self.layers: set[int] = set()  # that attended in this forward
 
     def prepare(self, cache: KVCache, batch: Batch, num_tokens: int) -> None:
         """Lay out a forward over `batch`, whose last token is repeated up to `num_tokens`.
@@ -130,7 +129,6 @@ class NativeAttention:
         args.num_tokens = num_tokens
         args.num_keys = int(positions.sum())
         self._arrays = arrays
-        self.layers = set()
 
     def attend(
         self,
@@ -156,7 +154,6 @@ class NativeAttention:
         args.num_heads = num_heads
         args.scaling, args.window, args.softcap = scaling, window, softcap
         self._call(self._reference)
-        self.layers.add(layer)
         return output
 
 
