@@ -35,7 +35,7 @@ format: $(STAMP)     ## rewrite to the house style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 proto: $(STAMP)      ## regenerate nightjar/v1 from proto/
-	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
+	PATH=$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
 	  --mypy_out=. --mypy_grpc_out=. proto/nightjar/v1/*.proto
 
 $(STAMP): pyproject.toml constraints.txt

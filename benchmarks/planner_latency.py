@@ -141,7 +141,7 @@ def in_process(batch_sizes: int) -> dict[str, float]:
         outcome = Outcome(
             4, 4, 40_000, 4 * size, 4 * size, 4 * size, reached=(9, 5), accepted=(5, 3)
         )
-        stats = policy.update(stats, context, choice.gamma, outcome)
+        stats = stats.plus(policy.update(stats, context, choice.gamma, outcome))
         times.append((time.perf_counter() - start) * 1e6)
         session = session.after_steps(size, 4)
     return _percentiles(times)

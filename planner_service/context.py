@@ -133,6 +133,7 @@ class Outcome(NamedTuple):
     draft_prefill_us: int = 0
     reached: tuple[int, ...] = ()  # by draft position
     accepted: tuple[int, ...] = ()
+    num_catch_up_steps: int = 0  # steps that caught up tokens emitted at gamma 0
     propensity: float | None = None  # of the decision they ran under, where it is still known
 
     def check(self, field: str, gamma: int) -> None:
@@ -149,6 +150,7 @@ class Outcome(NamedTuple):
         timed = self.num_timed_steps
         if timed:
             check_range(f"{field}.step_us", self.step_us, 1, MAX_SUM)
+        check_range(f"{field}.num_catch_up_steps", self.num_catch_up_steps, 0, self.num_steps)
         check_range(f"{field}.num_timed_rows", self.num_timed_rows, timed, timed * MAX_BATCH_SIZE)
         most = min(self.num_emitted, self.num_timed_rows * (gamma + 1))
         check_range(f"{field}.num_timed_emitted", self.num_timed_emitted, 0, most)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from planner_service.sums import NOTHING, ArmSums, Stats, Totals
 
-MAX_PENDING_ARMS = 65_536  # over all groups; what is learned beyond it stays in memory only
+# Entries over all groups; what is learned beyond it stays in memory only.
+MAX_PENDING_ARMS = 65_536
 
 
 @dataclass(slots=True)
@@ -59,6 +60,8 @@ class Ledger:
             for g in row
             if g not in before.buckets.get(b, ())
         )
+        new += sum(1 for name in learned.own if name not in before.own)
+        new += sum(1 for name in learned.latest if name not in before.latest)
         if self._num_pending_arms + new > self._max_pending_arms:
             self.num_dropped += 1
             return
@@ -144,7 +147,8 @@ class Ledger:
 
 
 def _num_arms(stats: Stats) -> int:
-    return sum(len(arms) for arms in stats.buckets.values())
+    arms = sum(len(arms) for arms in stats.buckets.values())
+    return arms + len(stats.own) + len(stats.latest)
 
 
 def _less(more: Stats, less: Stats) -> Stats:
@@ -164,5 +168,6 @@ def _less(more: Stats, less: Stats) -> Stats:
         Totals(*beyond(more.totals, less.totals)),
         tuple(beyond(more.reached, less.reached + zeros)),
         tuple(beyond(more.accepted, less.accepted + zeros)),
-        {name: value - less.own.get(name, 0.0) for name, value in more.own.items()},
+        {n: s.less(less.own[n]) if n in less.own else s for n, s in more.own.items()},
+        {n: values for n, values in more.latest.items() if n not in less.latest},
     )

@@ -224,12 +224,13 @@ class Planner:
             stream.session = stream.session.after_steps(context.bucket, outcome.num_steps)
 
     def _update(self, stream: Stream, context: Context, gamma: int, outcome: Outcome) -> Stats:
+        stats = self.stats(stream.profile)
         for version in self._candidates(stream.profile.key, stream.worker_id):
             try:
-                return self._policies[version].update(NOTHING, context, gamma, outcome)
+                return self._policies[version].update(stats, context, gamma, outcome)
             except Exception as error:  # what ran is learned even where a policy fails
                 self._withdraw(version, f"update raised {type(error).__name__}: {error}")
-        return observe(NOTHING, context, gamma, outcome)
+        return observe(context, gamma, outcome)
 
     def _check_table(self, choice: Choice, max_gamma: int) -> str:
         # Constant policies answer with one table for ever: checked once.

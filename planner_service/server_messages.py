@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 
+from nightjar.buckets import BucketGrid
 from nightjar.errors import InvalidRequest, NotServed
 from nightjar.v1 import planner_pb2 as pb
 from planner_service.context import (
@@ -90,6 +91,7 @@ def report(message: pb.StepReport, field: str, max_gamma: int, max_batch_size: i
         message.draft_prefill_us,
         tuple(message.reached[: MAX_GAMMA + 1]),
         tuple(message.accepted[: MAX_GAMMA + 1]),
+        message.num_catch_up_steps,
     )
     outcome.check(field, message.gamma)
     check_text(f"{field}.decision_id", message.decision_id)
@@ -124,7 +126,10 @@ def parameters(message: Mapping[str, str]) -> dict[str, str]:
 
 def decision_message(decision: Decision) -> pb.Decision:
     """A decision to send."""
-    choice, bucket = decision.choice, decision.context.bucket
+    choice, asked = decision.choice, decision.context
+    grid, bucket = choice.grid, asked.bucket
+    if grid is not None:
+        bucket = grid.bucket(asked.batch_size, asked.num_kv_tokens)
     message = pb.Decision(
         decision_id=decision.decision_id,
         policy_version=decision.version,
@@ -133,8 +138,9 @@ def decision_message(decision: Decision) -> pb.Decision:
         explored=choice.explored,
         propensity=choice.propensity,
         session=decision.session,
+        num_extra_drafts=choice.num_extra_drafts,
     )
-    message.grid.CopyFrom(_grid(decision.context.max_batch_size))
+    message.grid.CopyFrom(_one_per_batch_size(asked.max_batch_size) if grid is None else _of(grid))
     own = (choice.gamma, choice.exploit_gamma)
     row = message.table.add
     row(bucket=bucket, gamma=own[0], exploit_gamma=own[1])
@@ -159,9 +165,14 @@ def watched_message(
 
 
 @lru_cache(maxsize=64)
-def _grid(max_batch_size: int) -> pb.BucketGrid:
+def _one_per_batch_size(max_batch_size: int) -> pb.BucketGrid:
     """One bucket a batch size: the bucket of a batch is its size."""
     return pb.BucketGrid(batch_size_edges=range(1, max_batch_size + 1))
+
+
+@lru_cache(maxsize=64)
+def _of(grid: BucketGrid) -> pb.BucketGrid:
+    return pb.BucketGrid(batch_size_edges=grid.batch_size_edges, kv_token_edges=grid.kv_token_edges)
 
 
 def version_message(version: Version, *, active: bool) -> pb.PolicyVersion:
@@ -184,6 +195,7 @@ def policy_message(spec: PolicySpec) -> pb.PolicyInfo:
     return pb.PolicyInfo(
         name=spec.name,
         summary=spec.summary,
+        additive=spec.additive,
         parameters=[
             pb.PolicyParameter(
                 name=parameter.name,

@@ -14,7 +14,6 @@ Changes of the book are also published on nightjar:policy:changed, which is only
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -41,10 +40,30 @@ ALIASES = {
     "valkey+sentinel": SENTINEL,
 }
 
-# KEYS: sums, mark. ARGV: number of the flush, seconds that the mark lives, name, sum, ...
+# KEYS: sums, mark. ARGV: number of the flush, seconds that the mark lives, name, text, ...
 # Returns the revision. A flush that was applied is not applied again. The mark comes first: if
 # a sum cannot be added to, the rest of the flush is lost rather than the start counted twice.
+# A policy's own sums are brought to the later of two clocks, as `OwnSums.plus` does; those that
+# are not ours give way.
 FLUSH = """
+local function numbers(text)
+  local found = {}
+  for part in string.gmatch(text or '', '%S+') do
+    local number = tonumber(part)
+    if not number then return {} end
+    found[#found + 1] = number
+  end
+  return found
+end
+local function merged(known, added, half_life)
+  if #known < 2 then return added end
+  if known[1] > added[1] then known, added = added, known end
+  local kept = half_life and 0.5 ^ ((added[1] - known[1]) / half_life) or 1
+  for i = 2, math.max(#known, #added) do
+    added[i] = (added[i] or 0) + kept * (known[i] or 0)
+  end
+  return added
+end
 local last = tonumber(redis.call('GET', KEYS[2]) or '0')
 if tonumber(ARGV[1]) <= last then
   return tonumber(redis.call('HGET', KEYS[1], 'revision') or '0') or 0
@@ -52,7 +71,20 @@ end
 redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2])
 local revision = redis.call('HINCRBY', KEYS[1], 'revision', 1)
 for i = 3, #ARGV, 2 do
-  redis.call('HINCRBYFLOAT', KEYS[1], ARGV[i], ARGV[i + 1])
+  local name, text = ARGV[i], ARGV[i + 1]
+  local half_life = string.match(name, '^own:([^:]+):')
+  if half_life then
+    local known = numbers(redis.call('HGET', KEYS[1], name))
+    local sums = merged(known, numbers(text), half_life ~= 'inf' and tonumber(half_life))
+    for j = 1, #sums do
+      sums[j] = string.format('%.17g', sums[j])
+    end
+    redis.call('HSET', KEYS[1], name, table.concat(sums, ' '))
+  elseif string.sub(name, 1, 7) == 'latest:' then
+    redis.call('HSET', KEYS[1], name, text)
+  else
+    redis.call('HINCRBYFLOAT', KEYS[1], name, text)
+  end
 end
 return revision
 """
@@ -142,7 +174,7 @@ class RedisStore:
         if isinstance(error, ReadOnlyError):
             await self._client.connection_pool.disconnect()
 
-    async def flush(self, group: str, number: int, sums: Mapping[str, float]) -> int:
+    async def flush(self, group: str, number: int, sums: Mapping[str, str]) -> int:
         """Add sums; the same number of the same process never counts twice.
 
         Returns:
@@ -152,8 +184,8 @@ class RedisStore:
             Refused: The store's value cannot be added to.
         """
         arguments: list[str | int] = [number, FLUSH_MARK_S]
-        for name, value in sums.items():
-            arguments += [name, repr(value)]
+        for name, text in sums.items():
+            arguments += [name, text]
         keys = [f"nightjar:{{{group}}}:sums", f"nightjar:{{{group}}}:flushed:{self._incarnation}"]
         try:
             return int(await self._flush(keys, arguments))
@@ -169,19 +201,11 @@ class RedisStore:
                 pipeline.hget(f"nightjar:{{{group}}}:sums", "revision")
             return [_whole(value) for value in await pipeline.execute()]
 
-    async def read(self, group: str) -> tuple[dict[str, float], int]:
-        """Sums by name, those that are no numbers left out, and their revision."""
+    async def read(self, group: str) -> tuple[dict[str, str], int]:
+        """Texts of the sums by name, and their revision."""
         row = await _await(self._client.hgetall(f"nightjar:{{{group}}}:sums"))
         revision = _whole(row.pop("revision", None))
-        sums = {}
-        for name, text in row.items():
-            try:
-                value = float(text)
-            except ValueError:
-                continue
-            if math.isfinite(value):
-                sums[name] = value
-        return sums, revision
+        return row, revision
 
     async def read_book(self) -> tuple[str | None, int]:
         """Text of the versions, None if there is none, and its revision."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context, Outcome
+from planner_service.own_sums import MAX_NAME_CHARACTERS, OwnSums, from_text, numbers_of
 
 Estimator = Literal["ratio_of_sums", "mean_of_ratios"]
 
@@ -55,14 +56,16 @@ Bucket = Mapping[int, ArmSums]  # by gamma
 class Stats(NamedTuple):
     """Everything that policies learn from; never changed in place.
 
-    `own` holds further sums that a policy keeps for itself, by "policy/name".
+    `own` holds further sums that a policy keeps for itself, `latest` what it cannot express as
+    sums: of that the last writer's stays. Both go by "policy/name".
     """
 
     buckets: Mapping[int, Bucket] = MappingProxyType({})
     totals: Totals = _NO_TOTALS
     reached: tuple[float, ...] = ()  # by draft position
     accepted: tuple[float, ...] = ()
-    own: Mapping[str, float] = MappingProxyType({})
+    own: Mapping[str, OwnSums] = MappingProxyType({})
+    latest: Mapping[str, tuple[float, ...]] = MappingProxyType({})
 
     @property
     def catch_up_us_per_token(self) -> float:
@@ -85,7 +88,7 @@ class Stats(NamedTuple):
         return int(sum(arm.steps for arm in self.buckets.get(bucket, {}).values()))
 
     def plus(self, other: Stats) -> Stats:
-        """The sum of both."""
+        """The sum of both; of what is no sum, the other's."""
         buckets = self.buckets
         if other.buckets:
             buckets = dict(buckets)
@@ -99,13 +102,17 @@ class Stats(NamedTuple):
             totals = Totals(*map(add, totals, other.totals))
         own = self.own
         if other.own:
-            own = {n: self.own.get(n, 0) + other.own.get(n, 0) for n in {*self.own, *other.own}}
+            own = dict(own)
+            for name, added in other.own.items():
+                known = own.get(name)
+                own[name] = known.plus(added) if known is not None else added
         return Stats(
             buckets,
             totals,
             _add(self.reached, other.reached),
             _add(self.accepted, other.accepted),
             own,
+            {**self.latest, **other.latest} if other.latest else self.latest,
         )
 
     def only_acceptance(self) -> Stats:
@@ -114,14 +121,14 @@ class Stats(NamedTuple):
 
     def only_time(self) -> Stats:
         """The part that belongs to the profile."""
-        return Stats(self.buckets, self.totals, own=self.own)
+        return self._replace(reached=(), accepted=())
 
     def with_acceptance(self, other: Stats) -> Stats:
         """This profile's part joined with the models' part."""
-        return Stats(self.buckets, self.totals, other.reached, other.accepted, self.own)
+        return self._replace(reached=other.reached, accepted=other.accepted)
 
-    def fields(self) -> dict[str, float]:
-        """All sums that are not zero, by name; `from_fields` is the inverse."""
+    def fields(self) -> dict[str, str]:
+        """All that is not zero, by name, as text; `from_fields` is the inverse."""
         named = [
             (f"arm:{bucket}:{gamma}:{name}", value)
             for bucket, arms in self.buckets.items()
@@ -131,15 +138,18 @@ class Stats(NamedTuple):
         named += [(f"total:{n}", v) for n, v in zip(Totals._fields, self.totals, strict=True)]
         named += [(f"reached:{i}", v) for i, v in enumerate(self.reached)]
         named += [(f"accepted:{i}", v) for i, v in enumerate(self.accepted)]
-        named += [(f"own:{name}", value) for name, value in self.own.items()]
-        return {name: value for name, value in named if value != 0}
+        texts = {name: repr(float(value)) for name, value in named if value != 0}
+        texts.update((sums.field(name), sums.text()) for name, sums in self.own.items())
+        for name, values in self.latest.items():
+            texts[f"latest:{name}"] = " ".join([repr(float(value)) for value in values])
+        return texts
 
 
 NOTHING = Stats()
 
 
-def observe(stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
-    """Add the sums of some steps.
+def observe(context: Context, gamma: int, outcome: Outcome) -> Stats:
+    """The sums of some steps.
 
     Steps that could not have speculated teach no more than what catching up cost: a draft that
     is catching up is why they could not.
@@ -150,7 +160,7 @@ def observe(stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Sta
             catch_up_tokens=outcome.num_catch_up_tokens,
             draft_prefill_us=outcome.draft_prefill_us,
         )
-        return stats.plus(Stats(totals=totals)) if any(totals) else stats
+        return Stats(totals=totals) if any(totals) else NOTHING
     buckets: dict[int, Bucket] = {}
     steps, rows, emitted = (
         outcome.num_timed_steps,
@@ -170,18 +180,23 @@ def observe(stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Sta
         outcome.num_catch_up_tokens,
         outcome.draft_prefill_us,
     )
-    seen = Stats(buckets, totals, outcome.reached, outcome.accepted)
-    return seen if stats is NOTHING else stats.plus(seen)
+    return Stats(buckets, totals, outcome.reached, outcome.accepted)
 
 
-def from_fields(fields: Iterable[tuple[str, float]]) -> tuple[Stats, int]:
+def from_fields(fields: Iterable[tuple[str, str]]) -> tuple[Stats, int]:
     """Read sums back; returns them and how many fields were not understood."""
     buckets: dict[int, dict[int, dict[str, float]]] = {}
     totals: dict[str, float] = {}
     positions = {"reached": [0.0] * MAX_GAMMA, "accepted": [0.0] * MAX_GAMMA}
-    own: dict[str, float] = {}
+    own: dict[str, OwnSums] = {}
+    latest: dict[str, tuple[float, ...]] = {}
     num_unknown = 0
-    for name, value in fields:
+    for name, text in fields:
+        numbers = numbers_of(text)
+        if not numbers or len(name) > 2 * MAX_NAME_CHARACTERS:
+            num_unknown += 1
+            continue
+        value = numbers[0]
         match name.split(":", 3):
             case ["arm", bucket, gamma, part] if (
                 part in ArmSums._fields
@@ -193,15 +208,22 @@ def from_fields(fields: Iterable[tuple[str, float]]) -> tuple[Stats, int]:
                 totals[part] = value
             case ["reached" | "accepted" as kind, i] if _index(i, MAX_GAMMA - 1):
                 positions[kind][int(i)] = value
-            case ["own", *parts]:
-                own[":".join(parts)] = value
+            case ["own", half_life, *key] if (sums := from_text(half_life, text)) is not None:
+                own[":".join(key)] = sums
+            case ["latest", *key]:
+                latest[":".join(key)] = tuple(numbers)
             case _:
                 num_unknown += 1
     arms = {b: {g: ArmSums(**sums) for g, sums in row.items()} for b, row in buckets.items()}
     # An arm without steps is what a torn record leaves; its means would divide by zero.
     kept = {b: {g: s for g, s in row.items() if s.steps > 0} for b, row in arms.items()}
     stats = Stats(
-        kept, Totals(**totals), tuple(positions["reached"]), tuple(positions["accepted"]), own
+        kept,
+        Totals(**totals),
+        tuple(positions["reached"]),
+        tuple(positions["accepted"]),
+        own,
+        latest,
     )
     return stats, num_unknown
 

@@ -239,6 +239,7 @@ class Decision(_message.Message):
     PROPENSITY_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     GRID_FIELD_NUMBER: _builtins.int
+    NUM_EXTRA_DRAFTS_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """Unique id of the decision."""
     policy_version: _builtins.str
@@ -253,6 +254,11 @@ class Decision(_message.Message):
     """Probability with which the bin's arm was drawn, (0, 1]."""
     session: _builtins.bytes
     """Session to send back with the next request."""
+    num_extra_drafts: _builtins.int
+    """Each row drafts this many tokens more than gamma. Of all rows' drafts the
+    gamma * rows likeliest are verified, by cumulative log-probability of the
+    draft. 0 means that each row's own gamma is verified.
+    """
     @_builtins.property
     def table(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketGamma]:
         """Gamma by bucket: the arm held, or the version's best choice."""
@@ -273,10 +279,11 @@ class Decision(_message.Message):
         propensity: _builtins.float = ...,
         session: _builtins.bytes = ...,
         grid: Global___BucketGrid | None = ...,
+        num_extra_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grid", b"grid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "decision_id", b"decision_id", "explored", b"explored", "grid", b"grid", "hold_steps", b"hold_steps", "policy_version", b"policy_version", "propensity", b"propensity", "session", b"session", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "decision_id", b"decision_id", "explored", b"explored", "grid", b"grid", "hold_steps", b"hold_steps", "num_extra_drafts", b"num_extra_drafts", "policy_version", b"policy_version", "propensity", b"propensity", "session", b"session", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,6 +373,7 @@ class StepReport(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     NUM_TIMED_ROWS_FIELD_NUMBER: _builtins.int
     DRAFT_PREFILL_US_FIELD_NUMBER: _builtins.int
+    NUM_CATCH_UP_STEPS_FIELD_NUMBER: _builtins.int
     gamma: _builtins.int
     """Gamma that ran."""
     decision_id: _builtins.str
@@ -390,6 +398,8 @@ class StepReport(_message.Message):
     """Sum over timed steps of their decode rows."""
     draft_prefill_us: _builtins.int
     """Time spent by the draft on prompt tokens, charged to gamma above 0, in microseconds."""
+    num_catch_up_steps: _builtins.int
+    """Steps that caught up such tokens."""
     @_builtins.property
     def context(self) -> Global___Context:
         """Context of the last of the steps."""
@@ -420,10 +430,11 @@ class StepReport(_message.Message):
         accepted: _abc.Iterable[_builtins.int] | None = ...,
         num_timed_rows: _builtins.int = ...,
         draft_prefill_us: _builtins.int = ...,
+        num_catch_up_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "catch_up_us", b"catch_up_us", "context", b"context", "decision_id", b"decision_id", "draft_prefill_us", b"draft_prefill_us", "gamma", b"gamma", "num_catch_up_tokens", b"num_catch_up_tokens", "num_emitted", b"num_emitted", "num_prefill_tokens", b"num_prefill_tokens", "num_steps", b"num_steps", "num_timed_emitted", b"num_timed_emitted", "num_timed_rows", b"num_timed_rows", "num_timed_steps", b"num_timed_steps", "reached", b"reached", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "catch_up_us", b"catch_up_us", "context", b"context", "decision_id", b"decision_id", "draft_prefill_us", b"draft_prefill_us", "gamma", b"gamma", "num_catch_up_steps", b"num_catch_up_steps", "num_catch_up_tokens", b"num_catch_up_tokens", "num_emitted", b"num_emitted", "num_prefill_tokens", b"num_prefill_tokens", "num_steps", b"num_steps", "num_timed_emitted", b"num_timed_emitted", "num_timed_rows", b"num_timed_rows", "num_timed_steps", b"num_timed_steps", "reached", b"reached", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -612,6 +623,9 @@ class PolicyVersion(_message.Message):
     ACTIVATED_AT_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_BECAUSE_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_AT_MS_FIELD_NUMBER: _builtins.int
+    FLOOR_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version id, for example "7-fixed"."""
     name: _builtins.str
@@ -622,6 +636,10 @@ class PolicyVersion(_message.Message):
     """Why it was activated: "operator", "rollback", "default"."""
     active: _builtins.bool
     """True for the version now in use."""
+    withdrawn_because: _builtins.str
+    """Why it was withdrawn, in words; empty while it was not."""
+    withdrawn_at_ms: _builtins.int
+    """When it was withdrawn, in milliseconds since the epoch; 0 while it was not."""
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Parameters by name, as text."""
@@ -629,6 +647,10 @@ class PolicyVersion(_message.Message):
     @_builtins.property
     def scope(self) -> Global___PolicyScope:
         """Where it applies."""
+
+    @_builtins.property
+    def floor(self) -> Global___NetBenefitFloor:
+        """The floor under which it is withdrawn, if one was set."""
 
     def __init__(
         self,
@@ -640,14 +662,45 @@ class PolicyVersion(_message.Message):
         activated_at_ms: _builtins.int = ...,
         reason: _builtins.str = ...,
         active: _builtins.bool = ...,
+        withdrawn_because: _builtins.str = ...,
+        withdrawn_at_ms: _builtins.int = ...,
+        floor: Global___NetBenefitFloor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activated_at_ms", b"activated_at_ms", "active", b"active", "name", b"name", "parameters", b"parameters", "reason", b"reason", "scope", b"scope", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activated_at_ms", b"activated_at_ms", "active", b"active", "floor", b"floor", "name", b"name", "parameters", b"parameters", "reason", b"reason", "scope", b"scope", "version", b"version", "withdrawn_at_ms", b"withdrawn_at_ms", "withdrawn_because", b"withdrawn_because"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PolicyVersion: _TypeAlias = PolicyVersion  # noqa: Y015
+
+@_typing.final
+class NetBenefitFloor(_message.Message):
+    """Withdraws a version whose measured net benefit stays too low."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_NET_BENEFIT_FIELD_NUMBER: _builtins.int
+    FOR_S_FIELD_NUMBER: _builtins.int
+    min_net_benefit: _builtins.float
+    """Least net benefit: tokens per second against plain decoding, less 1;
+    -0.05 allows 5 % less than plain decoding.
+    """
+    for_s: _builtins.float
+    """Seconds that it may stay below, above 0."""
+    def __init__(
+        self,
+        *,
+        min_net_benefit: _builtins.float = ...,
+        for_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_s", b"for_s", "min_net_benefit", b"min_net_benefit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NetBenefitFloor: _TypeAlias = NetBenefitFloor  # noqa: Y015
 
 @_typing.final
 class PolicyParameter(_message.Message):
@@ -688,10 +741,15 @@ class PolicyInfo(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    ADDITIVE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the policy."""
     summary: _builtins.str
     """One sentence on what it does."""
+    additive: _builtins.bool
+    """Whether all that it learns adds up over planners; if not, of a part the
+    last writer's stays.
+    """
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyParameter]:
         """Its parameters."""
@@ -702,10 +760,11 @@ class PolicyInfo(_message.Message):
         name: _builtins.str = ...,
         summary: _builtins.str = ...,
         parameters: _abc.Iterable[Global___PolicyParameter] | None = ...,
+        additive: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parameters", b"parameters", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["additive", b"additive", "name", b"name", "parameters", b"parameters", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -794,6 +853,7 @@ class ActivatePolicyRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
+    FLOOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the policy."""
     @_builtins.property
@@ -804,16 +864,21 @@ class ActivatePolicyRequest(_message.Message):
     def scope(self) -> Global___PolicyScope:
         """Where it applies."""
 
+    @_builtins.property
+    def floor(self) -> Global___NetBenefitFloor:
+        """Withdraws the version by itself if it does not pay; absent means never."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         scope: Global___PolicyScope | None = ...,
+        floor: Global___NetBenefitFloor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parameters", b"parameters", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "name", b"name", "parameters", b"parameters", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -924,12 +989,15 @@ class GetPolicyStateResponse(_message.Message):
     STORE_CONNECTED_FIELD_NUMBER: _builtins.int
     NUM_DROPPED_UPDATES_FIELD_NUMBER: _builtins.int
     STORE_LAG_MS_FIELD_NUMBER: _builtins.int
+    NUM_POLICY_FAULTS_FIELD_NUMBER: _builtins.int
     store_connected: _builtins.bool
     """Whether the store answers; decisions go on from memory without it."""
     num_dropped_updates: _builtins.int
     """Updates dropped because the store was away too long."""
     store_lag_ms: _builtins.int
     """Age of the oldest update not yet in the store, in milliseconds."""
+    num_policy_faults: _builtins.int
+    """Versions withdrawn by this planner because their policy failed."""
     @_builtins.property
     def version(self) -> Global___PolicyVersion:
         """The active version."""
@@ -946,10 +1014,11 @@ class GetPolicyStateResponse(_message.Message):
         store_connected: _builtins.bool = ...,
         num_dropped_updates: _builtins.int = ...,
         store_lag_ms: _builtins.int = ...,
+        num_policy_faults: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped_updates", b"num_dropped_updates", "profiles", b"profiles", "store_connected", b"store_connected", "store_lag_ms", b"store_lag_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped_updates", b"num_dropped_updates", "num_policy_faults", b"num_policy_faults", "profiles", b"profiles", "store_connected", b"store_connected", "store_lag_ms", b"store_lag_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -968,6 +1037,11 @@ class ProfileState(_message.Message):
     CATCH_UP_US_PER_TOKEN_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     UNTIMED_SHARE_FIELD_NUMBER: _builtins.int
+    NUM_PRIOR_STEPS_FIELD_NUMBER: _builtins.int
+    PRIOR_ACCEPTANCE_BY_POSITION_FIELD_NUMBER: _builtins.int
+    NET_BENEFIT_FIELD_NUMBER: _builtins.int
+    NUM_BASELINE_STEPS_FIELD_NUMBER: _builtins.int
+    CATCH_UP_US_PER_STEP_FIELD_NUMBER: _builtins.int
     profile_key: _builtins.str
     """Profile key."""
     catch_up_us_per_token: _builtins.float
@@ -976,6 +1050,20 @@ class ProfileState(_message.Message):
     """Steps that taught."""
     untimed_share: _builtins.float
     """Share of steps that taught no time, because they held prompt tokens, [0, 1]."""
+    num_prior_steps: _builtins.int
+    """Of num_steps, those read from the store when this planner first heard of
+    the profile: a prior, learned by others or before.
+    """
+    net_benefit: _builtins.float
+    """Tokens per second against plain decoding, less 1, from steps in buckets
+    where plain decoding was measured too; absent without such steps.
+    """
+    num_baseline_steps: _builtins.int
+    """Steps at gamma 0 that the net benefit is measured against."""
+    catch_up_us_per_step: _builtins.float
+    """Mean switching cost per step that catches up, beyond its tokens, in
+    microseconds.
+    """
     @_builtins.property
     def profile(self) -> Global___Profile:
         """The profile."""
@@ -988,6 +1076,12 @@ class ProfileState(_message.Message):
     def acceptance_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Acceptance by draft position, from all steps."""
 
+    @_builtins.property
+    def prior_acceptance_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Acceptance by draft position on other profiles of the same two models: a
+        prior, no measurement of this profile.
+        """
+
     def __init__(
         self,
         *,
@@ -998,12 +1092,19 @@ class ProfileState(_message.Message):
         catch_up_us_per_token: _builtins.float = ...,
         num_steps: _builtins.int = ...,
         untimed_share: _builtins.float = ...,
+        num_prior_steps: _builtins.int = ...,
+        prior_acceptance_by_position: _abc.Iterable[_builtins.float] | None = ...,
+        net_benefit: _builtins.float | None = ...,
+        num_baseline_steps: _builtins.int = ...,
+        catch_up_us_per_step: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_net_benefit", b"_net_benefit", "net_benefit", b"net_benefit", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_by_position", b"acceptance_by_position", "arms", b"arms", "catch_up_us_per_token", b"catch_up_us_per_token", "num_steps", b"num_steps", "profile", b"profile", "profile_key", b"profile_key", "untimed_share", b"untimed_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_net_benefit", b"_net_benefit", "acceptance_by_position", b"acceptance_by_position", "arms", b"arms", "catch_up_us_per_step", b"catch_up_us_per_step", "catch_up_us_per_token", b"catch_up_us_per_token", "net_benefit", b"net_benefit", "num_baseline_steps", b"num_baseline_steps", "num_prior_steps", b"num_prior_steps", "num_steps", b"num_steps", "prior_acceptance_by_position", b"prior_acceptance_by_position", "profile", b"profile", "profile_key", b"profile_key", "untimed_share", b"untimed_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__net_benefit: _TypeAlias = _typing.Literal["net_benefit"]  # noqa: Y015
+    _WhichOneofArgType__net_benefit: _TypeAlias = _typing.Literal["_net_benefit", b"_net_benefit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__net_benefit) -> _WhichOneofReturnType__net_benefit | None: ...
 
 Global___ProfileState: _TypeAlias = ProfileState  # noqa: Y015
 
@@ -1052,16 +1153,20 @@ class WatchDecisionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_KEY_FIELD_NUMBER: _builtins.int
+    INCLUDE_REPORTS_FIELD_NUMBER: _builtins.int
     profile_key: _builtins.str
     """Profile key; empty means all."""
+    include_reports: _builtins.bool
+    """Also reports, as they come in."""
     def __init__(
         self,
         *,
         profile_key: _builtins.str = ...,
+        include_reports: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_key", b"profile_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_reports", b"include_reports", "profile_key", b"profile_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1069,7 +1174,7 @@ Global___WatchDecisionsRequest: _TypeAlias = WatchDecisionsRequest  # noqa: Y015
 
 @_typing.final
 class WatchDecisionsResponse(_message.Message):
-    """One decision as it was made."""
+    """One decision as it was made, or one report as it came in."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1078,6 +1183,7 @@ class WatchDecisionsResponse(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     PROFILE_KEY_FIELD_NUMBER: _builtins.int
     DECIDED_AT_MS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker it went to."""
     profile_key: _builtins.str
@@ -1092,6 +1198,12 @@ class WatchDecisionsResponse(_message.Message):
     def context(self) -> Global___Context:
         """Context it was made for."""
 
+    @_builtins.property
+    def report(self) -> Global___StepReport:
+        """Instead of a decision: sums of steps that ran, under decision
+        report.decision_id.
+        """
+
     def __init__(
         self,
         *,
@@ -1100,10 +1212,11 @@ class WatchDecisionsResponse(_message.Message):
         worker_id: _builtins.str = ...,
         profile_key: _builtins.str = ...,
         decided_at_ms: _builtins.int = ...,
+        report: Global___StepReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "decision", b"decision"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "decision", b"decision", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "decided_at_ms", b"decided_at_ms", "decision", b"decision", "profile_key", b"profile_key", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "decided_at_ms", b"decided_at_ms", "decision", b"decision", "profile_key", b"profile_key", "report", b"report", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from nightjar.buckets import BucketGrid
 from nightjar.errors import InvalidRequest
-from planner_service.context import Context, Outcome
+from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.session import Session
 from planner_service.sums import Stats, observe
 
@@ -27,14 +28,14 @@ class Choice(NamedTuple):
     explored: bool
     propensity: float  # with which the held arm was drawn, (0, 1]
     table: Mapping[int, tuple[int, int]]  # other buckets -> (gamma, exploit_gamma)
+    grid: BucketGrid | None = None  # of the table; None: one bucket a batch size
+    # Each row drafts gamma + this many; of the whole batch the gamma * rows likeliest drafts are
+    # verified, by cumulative log-probability. 0: every row's own gamma.
+    num_extra_drafts: int = 0
 
 
 class Policy(Protocol):
-    """Decides gamma and learns from what ran; no I/O, no clock, no state of its own.
-
-    `update` must be additive: adding to nothing and then to what is known gives the same as
-    adding to what is known. So replicas can share what they learn by adding.
-    """
+    """Decides gamma and learns from what ran; no I/O, no clock, no state of its own."""
 
     def select(
         self, context: Context, stats: Stats, session: Session, rng: random.Random
@@ -43,8 +44,13 @@ class Policy(Protocol):
         ...
 
     def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
-        """Learn from steps that ran in `context` with `gamma`."""
-        return observe(stats, context, gamma, outcome)
+        """What steps that ran in `context` with `gamma` add to `stats`; never `stats` itself.
+
+        Replicas share what they learn by adding, so what is returned must count whenever and
+        in whatever order it is added: of `stats` it may depend on the clock, `totals.steps`.
+        A policy whose `latest` depends on more says so in its specification.
+        """
+        return observe(context, gamma, outcome)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +105,7 @@ class PolicySpec:
     summary: str
     parameters: tuple[Parameter, ...]
     make: Callable[[Mapping[str, ParameterValue]], Policy]
+    additive: bool = True  # False: keeps `latest`, of which the last writer's stays
 
     def build(self, given: Mapping[str, str]) -> tuple[Policy, dict[str, str]]:
         """Make the policy; returns it and all its parameters as text, defaults filled in.
@@ -130,6 +137,9 @@ def check_choice(choice: Choice, context: Context) -> str:
             return f"{name} {value!r} is not a whole number in [{low}, {high}]"
     if not 0 < choice.propensity <= 1:
         return f"propensity {choice.propensity!r} does not lie in (0, 1]"
+    extra = choice.num_extra_drafts
+    if extra != 0 and (type(extra) is not int or not 0 < extra <= MAX_GAMMA):
+        return f"num_extra_drafts {extra!r} is not a whole number in [0, {MAX_GAMMA}]"
     return ""
 
 

@@ -14,7 +14,7 @@ from planner_service.sums import NOTHING, Stats, from_fields, observe
 
 def steps(number: int) -> Stats:
     """What some steps at batch size 1 and gamma 0 teach."""
-    return observe(NOTHING, Context(1), 0, Outcome(number, number, number, number, number, number))
+    return observe(Context(1), 0, Outcome(number, number, number, number, number, number))
 
 
 class FakeStore:
@@ -79,14 +79,14 @@ def test_pending_sums_are_bounded_and_drops_counted() -> None:
     """Beyond the bound, sums still teach this planner; what is pending still arrives."""
     ledger = Ledger(stored=True, max_pending_arms=3)
     for bucket in range(1, 6):
-        ledger.add("g", observe(NOTHING, Context(bucket), 0, Outcome(1, 1, 1, 1, 1, 1)), 0.0)
+        ledger.add("g", observe(Context(bucket), 0, Outcome(1, 1, 1, 1, 1, 1)), 0.0)
     ledger.add("g", steps(1), 0.0)
     assert ledger.num_dropped == 2
     assert len(ledger.total("g").buckets) == 5
     departing = ledger.depart("g")
     assert departing is not None
     assert sorted(departing[1].buckets) == [1, 2, 3]
-    ledger.add("g", observe(NOTHING, Context(9), 0, Outcome(1, 1, 1, 1, 1, 1)), 0.0)
+    ledger.add("g", observe(Context(9), 0, Outcome(1, 1, 1, 1, 1, 1)), 0.0)
     assert ledger.num_dropped == 2
 
 

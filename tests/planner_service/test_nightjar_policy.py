@@ -66,15 +66,15 @@ def test_a_stream_follows_the_trace_computed_by_hand() -> None:
         return choice.gamma, choice.hold_steps, choice.explored, choice.propensity
 
     assert decide() == (1, 1, True, 0.5)  # block 1, bin 1: always explores
-    stats = policy.update(stats, at, 1, one_step(1, 10_000, 2))  # 5 ms a token
+    stats = stats.plus(policy.update(stats, at, 1, one_step(1, 10_000, 2)))  # 5 ms a token
     assert decide(1) == (0, 1, True, 0.5)  # block 2, bin 1
-    stats = policy.update(stats, at, 0, one_step(0, 6_000, 1))  # 6 ms a token
+    stats = stats.plus(policy.update(stats, at, 0, one_step(0, 6_000, 1)))  # 6 ms a token
     assert decide(1) == (1, 1, False, 0.75)  # bin 2: .6 >= 1/2, exploits: 5 ms
     assert decide(1) == (0, 2, True, 0.5)  # block 3: bins of 2
     assert decide(1) == (0, 1, True, 0.5)  # held: nothing is drawn
     assert decide(1) == (1, 2, True, 0.75)  # bin 2: .4 < 1/2, explores what is best anyway
     assert decide(3) == (0, 2, True, 0.5)  # block 4; the step too many starts no bin
-    stats = policy.update(stats, at, 1, one_step(1, 20_000, 1))  # now 10 ms: 30 / 3
+    stats = stats.plus(policy.update(stats, at, 1, one_step(1, 20_000, 1)))  # now 10 ms: 30 / 3
     assert decide(2) == (0, 2, False, 0.75)  # bin 2: exploits: 6 ms
     assert (rng.chances, rng.arms) == ([], [])
 
@@ -150,7 +150,7 @@ def test_the_mean_of_ratios_is_biased_as_computed() -> None:
     stats, policy = NOTHING, made()
     for emitted, chance in chances.items():
         for _ in range(round(chance * 1000)):
-            stats = policy.update(stats, Context(1), 3, one_step(3, 10_000, emitted))
+            stats = stats.plus(policy.update(stats, Context(1), 3, one_step(3, 10_000, emitted)))
     sums = stats.buckets[1][3]
     truth = 0.010 / sum(n * p for n, p in chances.items())
     assert sums.seconds_per_token("ratio_of_sums") == pytest.approx(truth)
@@ -217,7 +217,7 @@ def test_answers_are_always_feasible(
         if batch_size:
             rows = batch_size * (ran + 1)
             outcome = Outcome(ran + 1, ran + 1, 1000 + seed % 99, rows, rows, rows)
-            stats = policy.update(stats, at, choice.gamma, outcome)
+            stats = stats.plus(policy.update(stats, at, choice.gamma, outcome))
         session = session.after_steps(at.bucket, ran)
 
 
