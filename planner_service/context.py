@@ -39,7 +39,7 @@ class Profile:
 
     @cached_property
     def key(self) -> str:
-        """Name of the group of time sums."""
+        """Name of the group of sums of this profile alone."""
         return "p" + _digest(*(str(value) for value in self.as_dict().values()))
 
     @cached_property

@@ -5,7 +5,8 @@
           + flight   (sent under a number, not confirmed; sent again unchanged until it is)
           + pending  (learned since)
 
-A group is a profile's times or a model pair's acceptance. Pure: the clock is passed in.
+A group is a profile's sums, or the acceptance of all profiles of two models. Pure: the clock is
+passed in.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class _Group:
     pending_since: float | None = None
     flight_since: float | None = None
     number: int = 0  # of the flush in flight, or the last
-    revision: int = 0  # of the store's sums that `snapshot` equals
+    revision: int = -1  # of the store's sums that `snapshot` equals; -1 until they are read
+    prior_steps: float = 0  # found in the store when it was first read
 
 
 class Ledger:
@@ -39,6 +41,8 @@ class Ledger:
         self._stored = stored
         self._max_pending_arms = max_pending_arms
         self._num_pending_arms = 0
+        # One count for all groups: a group that was forgotten must not start at 1 again.
+        self._number = 0
         self._groups: dict[str, _Group] = {}
         self.num_dropped = 0
 
@@ -46,6 +50,11 @@ class Ledger:
         """All that is known of a group."""
         group = self._groups.get(key)
         return group.total if group else NOTHING
+
+    def prior_steps(self, key: str) -> float:
+        """Steps of a group that were in the store when this ledger first read it."""
+        group = self._groups.get(key)
+        return group.prior_steps if group else 0
 
     def add(self, key: str, learned: Stats, now: float) -> None:
         """Learn; what finds no room on the way to the store is counted in `num_dropped`."""
@@ -101,7 +110,8 @@ class Ledger:
         if group.flight is None:
             if group.pending is NOTHING:
                 return None
-            group.number += 1
+            self._number += 1
+            group.number = self._number
             group.flight, group.flight_since = group.pending, group.pending_since
             group.pending, group.pending_since = NOTHING, None
             self._num_pending_arms -= _num_arms(group.flight)
@@ -136,6 +146,8 @@ class Ledger:
         shrunk = revision < group.revision
         if shrunk:
             group.lost = group.lost.plus(_less(group.snapshot, stored))
+        if group.revision < 0:
+            group.prior_steps = max(0.0, stored.totals.steps - group.snapshot.totals.steps)
         group.snapshot, group.revision = stored, revision
         group.total = stored.plus(group.lost).plus(group.pending)
         return shrunk

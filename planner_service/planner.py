@@ -174,9 +174,10 @@ class Planner:
         raise Overloaded(f"the planner knows {MAX_PROFILES} profiles, its limit", 1)
 
     def stats(self, profile: Profile) -> Stats:
-        """All that is known of a profile."""
-        times = self.ledger.total(profile.key)
-        return times.with_acceptance(self.ledger.total(profile.acceptance_key))
+        """All that is known of a profile, with what is prior."""
+        shared = self.ledger.total(profile.acceptance_key)
+        prior_steps = self.ledger.prior_steps(profile.key)
+        return self.ledger.total(profile.key).with_prior(shared, prior_steps)
 
     def decide(self, stream: Stream, context: Context, returned: bytes = b"") -> Decision:
         """Choose for a context.
@@ -217,7 +218,7 @@ class Planner:
         learned = self._update(stream, context, gamma, outcome)
         now = self._clock()
         if learned is not NOTHING:
-            self.ledger.add(stream.profile.key, learned.only_time(), now)
+            self.ledger.add(stream.profile.key, learned, now)
         if any(learned.reached):
             self.ledger.add(stream.profile.acceptance_key, learned.only_acceptance(), now)
         if stream.session is not None and context.feasible_max_gamma > 0:

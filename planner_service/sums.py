@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from operator import add
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -58,6 +59,9 @@ class Stats(NamedTuple):
 
     `own` holds further sums that a policy keeps for itself, `latest` what it cannot express as
     sums: of that the last writer's stays. Both go by "policy/name".
+
+    What is prior was not measured on this profile, or not since this planner knows it: a guess to
+    start from. Policies read it and never add to it; it is in no store.
     """
 
     buckets: Mapping[int, Bucket] = MappingProxyType({})
@@ -66,6 +70,9 @@ class Stats(NamedTuple):
     accepted: tuple[float, ...] = ()
     own: Mapping[str, OwnSums] = MappingProxyType({})
     latest: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    prior_reached: tuple[float, ...] = ()  # on other profiles of the same two models
+    prior_accepted: tuple[float, ...] = ()
+    num_prior_steps: float = 0  # of totals.steps: known when this planner first read them
 
     @property
     def catch_up_us_per_token(self) -> float:
@@ -88,7 +95,7 @@ class Stats(NamedTuple):
         return int(sum(arm.steps for arm in self.buckets.get(bucket, {}).values()))
 
     def plus(self, other: Stats) -> Stats:
-        """The sum of both; of what is no sum, the other's."""
+        """The sum of both; of what is no sum, the other's. What is prior stays as it is here."""
         buckets = self.buckets
         if other.buckets:
             buckets = dict(buckets)
@@ -113,22 +120,27 @@ class Stats(NamedTuple):
             _add(self.accepted, other.accepted),
             own,
             {**self.latest, **other.latest} if other.latest else self.latest,
+            self.prior_reached,
+            self.prior_accepted,
+            self.num_prior_steps,
         )
 
     def only_acceptance(self) -> Stats:
         """The part that belongs to the pair of models."""
         return Stats(reached=self.reached, accepted=self.accepted)
 
-    def only_time(self) -> Stats:
-        """The part that belongs to the profile."""
-        return self._replace(reached=(), accepted=())
+    def with_prior(self, shared: Stats, num_prior_steps: float) -> Stats:
+        """This profile's sums, with what all profiles of the two models share less its own.
 
-    def with_acceptance(self, other: Stats) -> Stats:
-        """This profile's part joined with the models' part."""
-        return self._replace(reached=other.reached, accepted=other.accepted)
+        The two were read at different moments, so the rest may come out below 0; it is cut.
+        """
+        reached = _beyond(shared.reached, self.reached)
+        rest = _beyond(shared.accepted, self.accepted) + (0.0,) * len(reached)
+        accepted = tuple(map(min, reached, rest))
+        return Stats(*self[:6], reached, accepted, num_prior_steps)
 
     def fields(self) -> dict[str, str]:
-        """All that is not zero, by name, as text; `from_fields` is the inverse."""
+        """All sums that are not zero, by name, as text; `from_fields` is the inverse."""
         named = [
             (f"arm:{bucket}:{gamma}:{name}", value)
             for bucket, arms in self.buckets.items()
@@ -230,6 +242,14 @@ def from_fields(fields: Iterable[tuple[str, str]]) -> tuple[Stats, int]:
 
 def _index(text: str, most: int) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 6 and int(text) <= most
+
+
+def _beyond(more: tuple[float, ...], less: tuple[float, ...]) -> tuple[float, ...]:
+    """What the first has beyond the second, by position, at least 0; nothing if that is all 0."""
+    if more == less:  # the usual case: no other profile
+        return ()
+    rest = tuple([max(0.0, a - b) for a, b in zip_longest(more, less, fillvalue=0.0)])
+    return rest if any(rest) else ()
 
 
 def _add(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:

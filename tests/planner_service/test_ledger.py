@@ -75,6 +75,38 @@ def test_a_store_that_lost_sums_does_not_make_a_planner_forget() -> None:
     assert ledger.depart("g") is not None
 
 
+def test_a_group_that_was_forgotten_is_not_taken_for_a_replay() -> None:
+    """Learned again after it made room, its flushes still have numbers of their own."""
+    ledger, store = Ledger(stored=True), FakeStore()
+    for turn in range(3):
+        ledger.add("g", steps(5), turn)
+        departing = ledger.depart("g")
+        assert departing is not None
+        ledger.confirm("g", store.flush("me", *departing))
+        assert ledger.forget("g")
+    assert store.sums.totals.steps == 15
+
+
+def test_what_the_store_held_at_first_is_prior() -> None:
+    """Steps known before this ledger read a group, whether or not it taught meanwhile."""
+    ledger, store = Ledger(stored=True), FakeStore()
+    assert ledger.prior_steps("g") == 0
+    store.flush("other", 1, steps(100))
+    ledger.add("g", steps(5), 0.0)
+    departing = ledger.depart("g")
+    assert departing is not None
+    assert ledger.confirm("g", store.flush("me", *departing))  # others wrote there
+    ledger.adopt("g", store.sums, store.revision)
+    assert (ledger.prior_steps("g"), ledger.total("g").totals.steps) == (100, 105)
+    store.flush("other", 2, steps(50))
+    ledger.adopt("g", store.sums, store.revision)
+    assert (ledger.prior_steps("g"), ledger.total("g").totals.steps) == (100, 155)
+    ledger.track(["new"])
+    ledger.adopt("new", NOTHING, 0)
+    ledger.adopt("new", steps(7), 1)
+    assert ledger.prior_steps("new") == 0
+
+
 def test_pending_sums_are_bounded_and_drops_counted() -> None:
     """Beyond the bound, sums still teach this planner; what is pending still arrives."""
     ledger = Ledger(stored=True, max_pending_arms=3)

@@ -49,7 +49,6 @@ def test_merged_sums_do_not_depend_on_order_or_grouping(
     for i, item in enumerate(shuffled):
         parts[i >= cut] = parts[i >= cut].plus(observe(*item))
     assert exact(parts[0].plus(parts[1])) == exact(parts[1].plus(parts[0])) == exact(one)
-    assert exact(parts[0].only_time().plus(parts[0].only_acceptance())) == exact(parts[0])
 
 
 @given(st.lists(outcomes(), max_size=8))
@@ -102,6 +101,21 @@ def test_seconds_per_token_is_per_request() -> None:
     sums = stats.buckets[4][3]
     assert sums.seconds_per_token() == pytest.approx(0.005)
     assert sums.seconds_per_token("mean_of_ratios") == pytest.approx(0.005)
+
+
+def test_acceptance_elsewhere_is_prior_and_less_than_its_own() -> None:
+    """Prior is what the models' sums hold beyond the profile's, cut at 0 and at reached."""
+    own = Stats(reached=(10.0, 4.0), accepted=(5.0, 1.0), num_prior_steps=9)
+    shared = Stats(reached=(30.0, 10.0, 2.0), accepted=(20.0, 11.0, 1.0))
+    stats = own.with_prior(shared, 7)
+    assert (stats.prior_reached, stats.prior_accepted) == ((20, 6, 2), (15, 6, 1))
+    assert (stats.reached, stats.accepted, stats.num_prior_steps) == ((10, 4), (5, 1), 7)
+    assert stats.plus(own).prior_reached == stats.prior_reached
+    assert stats.fields() == own.fields()
+    for less in (own, NOTHING, Stats(reached=(9.0,), accepted=(1.0,))):
+        unknown = own.with_prior(less, 0)
+        assert (unknown.prior_reached, unknown.prior_accepted) == ((), ())
+    assert NOTHING.with_prior(shared, 0).prior_accepted == (20, 10, 1)
 
 
 vectors = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3).map(tuple)
