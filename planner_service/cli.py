@@ -169,7 +169,10 @@ def _state_lines(answer: Mapping[str, Any]) -> list[str]:
 def _profile_lines(state: Mapping[str, Any]) -> list[str]:
     profile = state["profile"]
     drafts = profile["draft"] or "-"
-    rates = " ".join(f"{rate:.2f}" for rate in state["acceptance_by_position"]) or "-"
+    rates, elsewhere = (
+        " ".join(f"{rate:.2f}" for rate in state[name]) or "-"
+        for name in ("acceptance_by_position", "prior_acceptance_by_position")
+    )
     lines = [
         f"profile {state['profile_key']}: {profile['target']}, "
         f"draft {drafts} ({profile['proposer']})",
@@ -178,6 +181,8 @@ def _profile_lines(state: Mapping[str, Any]) -> list[str]:
         "they held prompt tokens",
         f"  acceptance by position {rates}; "
         f"catch-up {state['catch_up_us_per_token']:.0f} us a token",
+        f"  prior: {state['num_prior_steps']} of the steps, learned before this planner knew of "
+        f"it; acceptance {elsewhere} on other profiles of these models",
     ]
     if state["arms"]:
         lines.append(

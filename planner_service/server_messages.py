@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from nightjar.buckets import BucketGrid
@@ -221,13 +221,19 @@ def profile_state(known: Profile, stats: Stats) -> pb.ProfileState:
         for gamma, sums in sorted(row.items())
     ]
     totals = stats.totals
-    pairs = zip(stats.reached, stats.accepted, strict=False)
     return pb.ProfileState(
         profile_key=known.key,
         profile=pb.Profile(**known.as_dict()),  # type: ignore[arg-type]
         arms=arms,
-        acceptance_by_position=[accepted / reached for reached, accepted in pairs if reached > 0],
+        acceptance_by_position=_rates(stats.reached, stats.accepted),
+        prior_acceptance_by_position=_rates(stats.prior_reached, stats.prior_accepted),
         catch_up_us_per_token=stats.catch_up_us_per_token,
         num_steps=round(totals.steps),
+        num_prior_steps=round(stats.num_prior_steps),
         untimed_share=1 - totals.timed_steps / totals.steps if totals.steps > 0 else 0.0,
     )
+
+
+def _rates(reached: Sequence[float], accepted: Sequence[float]) -> list[float]:
+    """Accepted by reached, up to the last draft position that was ever reached."""
+    return [part / whole for whole, part in zip(reached, accepted, strict=False) if whole > 0]
