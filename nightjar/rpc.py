@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -88,7 +89,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             parse = _or_none(parse)
         if handler.response_streaming:
             kind = "stream_stream" if handler.request_streaming else "unary_stream"
-            wrapped: Any = _guard_stream(getattr(handler, kind))
+            behaviour = getattr(handler, kind)
+            # A handler that writes by itself is awaited, like one with a single answer.
+            writes = inspect.iscoroutinefunction(behaviour)
+            wrapped: Any = _guard_unary(behaviour) if writes else _guard_stream(behaviour)
         else:
             kind = "stream_unary" if handler.request_streaming else "unary_unary"
             wrapped = _guard_unary(getattr(handler, kind))

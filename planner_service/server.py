@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+
+import grpc
 
 from nightjar import log
 from nightjar.errors import InvalidRequest, UnknownName
 from nightjar.v1 import planner_pb2 as pb
 from nightjar.v1 import planner_pb2_grpc
 from planner_service import server_messages as read
+from planner_service.audit import AuditLog
 from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context
-from planner_service.planner import Decision, Planner, Stream
+from planner_service.planner import Decision, Planner, Report, Stream
 from planner_service.sync import Sync
 from planner_service.versions import EVERYONE, Book, Scope, Version
+from planner_service.watchers import Watchers
 
 MAX_CLIENTS = 4096  # callers of SelectGamma whose sessions are remembered
-MAX_WATCHED = 1024  # decisions that a slow watcher may lag behind; older ones are dropped for it
 
 
 class _Worker:
@@ -32,44 +35,55 @@ class _Worker:
         self.num_bad_reports = 0
 
 
-Outbox = asyncio.Queue[pb.PlanResponse | Exception | None]
+Outbox = asyncio.Queue[pb.PlanResponse | Exception | None]  # unasked decisions, and the end
+Write = Callable[[pb.PlanResponse], Awaitable[None]]
 
 
 class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
     """Serves one `Planner`."""
 
-    def __init__(self, planner: Planner, sync: Sync) -> None:
+    def __init__(self, planner: Planner, sync: Sync, audit: AuditLog | None = None) -> None:
         self._planner = planner
         self._sync = sync
+        self._audit = audit
         self._workers: dict[Outbox, _Worker] = {}
         self._sessions: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # of SelectGamma
-        self._watchers: dict[asyncio.Queue[pb.WatchDecisionsResponse | None], str] = {}
+        self._watchers = Watchers[pb.WatchDecisionsResponse]()
         self._outboxes: set[Outbox] = set()
         sync.on_book = self.push
 
     # ---- workers -----------------------------------------------------------------------
 
-    async def Plan(
+    async def Plan(  # type: ignore[override]  # the stubs know only of handlers that generate
         self, request_iterator: AsyncIterator[pb.PlanRequest], context: Any
-    ) -> AsyncIterator[pb.PlanResponse]:
-        """Reports in, decisions out; also unasked ones when another version decides."""
+    ) -> None:
+        """Reports in, decisions out; also unasked ones when another version decides.
+
+        Answers are written by the task that reads, which saves them a turn of the event loop.
+        """
         outbox: Outbox = asyncio.Queue()
         self._outboxes.add(outbox)
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        writing = asyncio.Lock()  # one write at a time
+
+        async def write(response: pb.PlanResponse) -> None:
+            async with writing:
+                await context.write(response)
+
+        reader = asyncio.create_task(self._read(context, write, outbox))
         try:
             while (item := await outbox.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                await write(item)
         finally:
             self._outboxes.discard(outbox)
             self._workers.pop(outbox, None)
             reader.cancel()
 
-    async def _read(self, requests: AsyncIterator[pb.PlanRequest], outbox: Outbox) -> None:
+    async def _read(self, context: Any, write: Write, outbox: Outbox) -> None:
         """Answer each message within the turn it arrives in."""
         try:
-            async for request in requests:
+            while (request := await context.read()) is not grpc.aio.EOF:
                 worker = self._workers.get(outbox)
                 if worker is None:
                     worker = self._workers[outbox] = self._greet(request)
@@ -79,7 +93,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
                 if request.HasField("ask"):
                     limits = (worker.max_gamma, worker.max_batch_size)
                     worker.last_ask = read.context(request.ask, "ask", *limits)
-                    outbox.put_nowait(self._answer(worker, worker.last_ask, request.session))
+                    await write(self._answer(worker, worker.last_ask, request.session))
             outbox.put_nowait(None)
         except Exception as error:  # goes to the stream's own handler, which maps it to a status
             outbox.put_nowait(error)
@@ -118,7 +132,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
                         so_far=worker.num_bad_reports,
                     )
                 continue
-            self._planner.learn(worker.stream, report)
+            self._heard(report, worker.stream)
 
     def _answer(self, worker: _Worker, asked: Context, session: bytes) -> pb.PlanResponse:
         decision = self._planner.decide(worker.stream, asked, session)
@@ -136,10 +150,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         """End every open stream, so that workers go to another replica at once."""
         for outbox in self._outboxes:
             outbox.put_nowait(None)
-        for queue in self._watchers:
-            while queue.full():
-                queue.get_nowait()
-            queue.put_nowait(None)
+        self._watchers.close()
 
     # ---- other clients -----------------------------------------------------------------
 
@@ -173,7 +184,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             for i, message in enumerate(request.reports)
         ]
         for report in reports:
-            self._planner.learn(stream, report)
+            self._heard(report, stream)
         return pb.ReportRewardResponse(num_accepted=len(reports))
 
     def _client(self, message: pb.Profile, name: str) -> Stream:
@@ -256,23 +267,29 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         self, request: pb.WatchDecisionsRequest, context: Any
     ) -> AsyncIterator[pb.WatchDecisionsResponse]:
         """Every decision from now on, in order; a slow reader misses the oldest ones."""
-        self._known(Scope(profile_key=request.profile_key))
-        queue: asyncio.Queue[pb.WatchDecisionsResponse | None] = asyncio.Queue(MAX_WATCHED)
-        self._watchers[queue] = request.profile_key
-        try:
-            while (item := await queue.get()) is not None:
-                yield item
-        finally:
-            self._watchers.pop(queue, None)
+        key = self._known(Scope(profile_key=request.profile_key)).profile_key
+        async for item in self._watchers.watch(key, include_reports=request.include_reports):
+            yield item
 
     def _watched(self, decision: Decision, stream: Stream) -> pb.Decision:
-        message = read.decision_message(decision)
-        for queue, key in self._watchers.items():
-            if key in ("", stream.profile.key):
-                if queue.full():
-                    queue.get_nowait()
-                queue.put_nowait(read.watched_message(message, decision.context, stream, _now_ms()))
+        message, now_ms = read.decision_message(decision), _now_ms()
+        self._watchers.tell(
+            "decision",
+            stream.profile.key,
+            lambda: read.watched_message(message, decision.context, stream, now_ms),
+        )
+        if self._audit is not None:
+            self._audit.decided(decision, stream, now_ms)
         return message
+
+    def _heard(self, report: Report, stream: Stream) -> None:
+        self._planner.learn(stream, report)
+        now_ms = _now_ms()
+        self._watchers.tell(
+            "report", stream.profile.key, lambda: read.watched_report(report, stream, now_ms)
+        )
+        if self._audit is not None:
+            self._audit.reported(report, stream, now_ms)
 
     def _known(self, scope: Scope) -> Scope:
         if scope.profile_key and scope.profile_key not in self._planner.profiles:
