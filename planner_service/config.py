@@ -28,4 +28,10 @@ class PlannerConfig:
         check=lambda n: 0 <= n <= MAX_GAMMA,
         limit=f"0 to {MAX_GAMMA}",
     )
+    audit_log: str = option(
+        "", "file that gets a line of JSON for every decision and report; empty writes none"
+    )
+    audit_max_mb: int = at_least(
+        1, 256, "size in MB at which the audit log starts a new file; four full ones are kept"
+    )
     drain_timeout_s: float = at_least(0, 5, "seconds that calls under way get at SIGTERM")

@@ -13,6 +13,7 @@ from nightjar.config import parse
 from nightjar.errors import ConfigError, InvalidRequest
 from nightjar.rpc import Server, until_signalled
 from nightjar.v1 import planner_pb2_grpc
+from planner_service.audit import AuditLog
 from planner_service.config import PlannerConfig
 from planner_service.ledger import Ledger
 from planner_service.planner import Planner
@@ -42,7 +43,7 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: The store's URL, the first policy or the address is wrong.
+        ConfigError: The store's URL, the first policy, the audit log or the address is wrong.
     """
 
     def withdraw(version_id: str) -> None:
@@ -59,7 +60,10 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
         on_withdraw=withdraw,
     )
     sync = Sync(planner, store, first=first_book(config, planner), clock=time.monotonic)
-    servicer = PlannerServicer(planner, sync)
+    audit = None
+    if config.audit_log:
+        audit = AuditLog(config.audit_log, config.audit_max_mb * 1_000_000)
+    servicer = PlannerServicer(planner, sync, audit)
     server = Server(config.listen, ["nightjar.v1.PlannerService"])
     planner_pb2_grpc.add_PlannerServiceServicer_to_server(servicer, server.grpc)
     try:
@@ -68,6 +72,8 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
         await _run(sync, servicer, server, config.drain_timeout_s)
     finally:
         await sync.finish()
+        if audit is not None:
+            await asyncio.to_thread(audit.close)
 
 
 async def _run(

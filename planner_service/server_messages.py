@@ -154,14 +154,35 @@ def watched_message(
     decision: pb.Decision, asked: Context, stream: Stream, now_ms: int
 ) -> pb.WatchDecisionsResponse:
     """A decision for those who watch."""
-    known = [name for name in Context._fields if name in pb.Context.DESCRIPTOR.fields_by_name]
     return pb.WatchDecisionsResponse(
         decision=decision,
-        context=pb.Context(**{name: getattr(asked, name) for name in known}),
+        context=_context_message(asked),
         worker_id=stream.worker_id,
         profile_key=stream.profile.key,
         decided_at_ms=now_ms,
     )
+
+
+def watched_report(report: Report, stream: Stream, now_ms: int) -> pb.WatchDecisionsResponse:
+    """A report for those who watch."""
+    known = pb.StepReport.DESCRIPTOR.fields_by_name
+    sums = {name: value for name, value in report.outcome._asdict().items() if name in known}
+    return pb.WatchDecisionsResponse(
+        report=pb.StepReport(
+            context=_context_message(report.context),
+            gamma=report.gamma,
+            decision_id=report.decision_id,
+            **sums,
+        ),
+        worker_id=stream.worker_id,
+        profile_key=stream.profile.key,
+        decided_at_ms=now_ms,
+    )
+
+
+def _context_message(asked: Context) -> pb.Context:
+    known = pb.Context.DESCRIPTOR.fields_by_name
+    return pb.Context(**{name: getattr(asked, name) for name in asked._fields if name in known})
 
 
 @lru_cache(maxsize=64)
