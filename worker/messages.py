@@ -69,6 +69,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     hold_steps: int
     explored: bool
     session: bytes
+    num_extra_drafts: int = 0
 
 
 class PlannerLink(msgspec.Struct, frozen=True, kw_only=True, tag="planner_link"):
@@ -190,9 +191,24 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step_output"):
     finished: list[Finished]
 
 
-class StepSums(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of `nightjar.v1.StepReport`."""
+SumsKey = tuple[str, int, int, int, int, bool]
 
+
+def sums_key(decision_id: str, gamma: int, grid: int, bucket: int, context: Context) -> SumsKey:
+    """Steps with equal keys may be added up.
+
+    They share decision, gamma and bucket of one grid; and batch size and whether drafts were
+    feasible, since the planner learns by these, and of all contexts it sees the last one's.
+    """
+    feasible = context.feasible_max_gamma > 0
+    return (decision_id, gamma, grid, bucket, context.batch_size, feasible)
+
+
+class StepSums(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `nightjar.v1.StepReport`, and the bucket that the steps were decided by."""
+
+    grid: int  # number of the bucket's grid, which may have changed since
+    bucket: int
     context: Context
     gamma: int
     decision_id: str
@@ -205,9 +221,15 @@ class StepSums(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_tokens: int
     catch_up_us: int
     num_catch_up_tokens: int
+    num_catch_up_steps: int
     draft_prefill_us: int
     reached: tuple[int, ...]
     accepted: tuple[int, ...]
+
+    @property
+    def key(self) -> SumsKey:
+        """What steps must have in common to be added up."""
+        return sums_key(self.decision_id, self.gamma, self.grid, self.bucket, self.context)
 
 
 class Reports(msgspec.Struct, frozen=True, kw_only=True, tag="reports"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -13,14 +14,19 @@ from nightjar import log
 from nightjar.buckets import BucketGrid
 from nightjar.v1 import planner_pb2, planner_pb2_grpc
 from worker.front.reconnect import first_of, keep_open
-from worker.messages import Context, Decision, PlannerLink, Ready, Reports, StepSums
+from worker.messages import Context, Decision, PlannerLink, Ready, Reports, StepSums, SumsKey
+
+MAX_REPORTS = 512  # in one message; the planner takes twice as many
+ASK_AGAIN_S = 1.0  # an open stream loses no question: a planner that slow is not asked at once
+# Not added up, and no fields of a `StepReport`.
+_GROUPING = ("grid", "bucket")
 
 
 class PlannerClient:
     """Keeps the stream open, and adds reports up while it is not.
 
-    What waits is bounded: reports of the same decision, gamma and bucket are one entry, and
-    new decisions, hence new entries, come over an open stream alone.
+    What waits is bounded: reports with equal keys are one entry, and new decisions and grids,
+    hence new keys, come over an open stream alone. One question at a time is under way.
     """
 
     def __init__(
@@ -39,10 +45,10 @@ class PlannerClient:
             max_gamma=ready.max_gamma,
             max_batch_size=ready.max_batch_size,
         )
-        self._grid = BucketGrid(tuple(range(1, ready.max_batch_size + 1)))
-        self._sums: dict[tuple[str, int, int], StepSums] = {}
+        self._sums: dict[SumsKey, StepSums] = {}
         self._ask: Context | None = None  # asked, not sent
         self._unanswered: Context | None = None  # sent, no decision yet
+        self._asked_at = 0.0  # time of the loop's clock at which that was sent
         self._session = b""
         self._pending = asyncio.Event()
         self._answered = False
@@ -51,11 +57,8 @@ class PlannerClient:
     def report(self, reports: Reports) -> None:
         """Take over sums and a question; never waits."""
         for sums in reports.reports:
-            context = sums.context
-            bucket = self._grid.bucket(context.batch_size, context.num_kv_tokens)
-            key = (sums.decision_id, sums.gamma, bucket)
-            held = self._sums.get(key)
-            self._sums[key] = sums if held is None else added(held, sums)
+            held = self._sums.get(sums.key)
+            self._sums[sums.key] = sums if held is None else added(held, sums)
         if reports.ask is not None:
             self._ask = reports.ask
         self._session = reports.session
@@ -90,26 +93,38 @@ class PlannerClient:
         while True:
             await self._pending.wait()
             self._pending.clear()
-            sums, self._sums = self._sums, {}
-            ask, self._ask = self._ask, None
-            if not sums and ask is None:
-                continue
-            request = planner_pb2.PlanRequest(
-                reports=[step_report(entry) for entry in sums.values()], session=self._session
-            )
-            if ask is not None:
-                self._unanswered = ask
-                request.ask.CopyFrom(context_proto(ask))
+            request = self._next_request()
             # At most once: what is handed to a stream that then breaks is not sent again.
-            await call.write(request)
+            if request.reports or request.HasField("ask"):
+                await call.write(request)
+
+    def _next_request(self) -> planner_pb2.PlanRequest:
+        """What is to be sent: as many sums as one message takes, with the last the question."""
+        keys = list(islice(self._sums, MAX_REPORTS))
+        request = planner_pb2.PlanRequest(
+            reports=[step_report(self._sums.pop(key)) for key in keys], session=self._session
+        )
+        now = asyncio.get_running_loop().time()
+        if self._sums:
+            self._pending.set()
+        elif self._ask is not None and (
+            self._unanswered is None or now - self._asked_at >= ASK_AGAIN_S
+        ):
+            request.ask.CopyFrom(context_proto(self._ask))
+            self._ask, self._unanswered, self._asked_at = None, self._ask, now
+        return request
 
     def _decide(self, decision: planner_pb2.Decision) -> None:
         self._unanswered = None
+        self._pending.set()  # the next question may have waited for this answer
         message = decision_message(decision, self._max_gamma)
         if message is None:
             log.get().warning("ignored a senseless decision", decision_id=decision.decision_id)
             return
-        self._grid = BucketGrid(message.batch_size_edges, message.kv_token_edges)
+        if self._ask is not None:
+            grid = BucketGrid(message.batch_size_edges, message.kv_token_edges)
+            if grid.bucket(self._ask.batch_size, self._ask.num_kv_tokens) == message.bucket:
+                self._ask = None  # answered before it was sent
         self._to_engine(message)
 
     def _link(self, connected: bool) -> None:
@@ -137,7 +152,7 @@ def added(first: StepSums, second: StepSums) -> StepSums:
     fields = {
         name: getattr(first, name) + getattr(second, name)
         for name in second.__struct_fields__
-        if name not in ("context", "gamma", "decision_id", "reached", "accepted")
+        if name not in (*_GROUPING, "context", "gamma", "decision_id", "reached", "accepted")
     }
     return msgspec.structs.replace(
         second,
@@ -155,7 +170,11 @@ def _added(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
 
 def step_report(sums: StepSums) -> planner_pb2.StepReport:
     """Sums as they travel: the fields have the same names."""
-    fields = {name: getattr(sums, name) for name in sums.__struct_fields__ if name != "context"}
+    fields = {
+        name: getattr(sums, name)
+        for name in sums.__struct_fields__
+        if name not in (*_GROUPING, "context")
+    }
     return planner_pb2.StepReport(context=context_proto(sums.context), **fields)
 
 
@@ -165,8 +184,10 @@ def context_proto(context: Context) -> planner_pb2.Context:
 
 
 def decision_message(decision: planner_pb2.Decision, max_gamma: int) -> Decision | None:
-    """A decision for the engine, its gammas cut to `max_gamma`; None if it makes no sense."""
-    in_range = all(row.gamma >= 0 and row.exploit_gamma >= 0 for row in decision.table)
+    """A decision for the engine, its drafts cut to `max_gamma`; None if it makes no sense."""
+    in_range = decision.num_extra_drafts >= 0 and all(
+        row.gamma >= 0 and row.exploit_gamma >= 0 for row in decision.table
+    )
     table = {
         row.bucket: (min(row.gamma, max_gamma), min(row.exploit_gamma, max_gamma))
         for row in decision.table
@@ -185,4 +206,6 @@ def decision_message(decision: planner_pb2.Decision, max_gamma: int) -> Decision
         hold_steps=decision.hold_steps,
         explored=decision.explored,
         session=decision.session,
+        # Of gamma and these together the engine cuts what a row drafts.
+        num_extra_drafts=min(decision.num_extra_drafts, max_gamma),
     )

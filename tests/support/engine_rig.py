@@ -43,7 +43,7 @@ class Answer:
 
 
 class Rig:
-    """An engine without messages. `gamma` is a number, or draws one for each step."""
+    """An engine without messages. `gamma` and `extra` are numbers, or draw one for each step."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Rig:
         draft: Forward | None,
         *,
         gamma: int | Callable[[], int] = 0,
+        extra: int | Callable[[], int] = 0,
         max_gamma: int = 8,
         num_base_blocks: int = 64,
         num_extra_blocks: int = 0,
@@ -72,7 +73,7 @@ class Rig:
             return next(ticks) * 1e-3
 
         self.target, self.draft = target, draft
-        self.gamma = gamma
+        self.gamma, self.extra = gamma, extra
         self.max_model_len, self.max_gamma, self.depth = max_model_len, max_gamma, depth
         self.eos_token_ids = tuple(eos_token_ids)
         proposer: Proposer | None = NgramProposer() if ngram else None
@@ -132,7 +133,8 @@ class Rig:
     def choose(self, batch_size: int, num_kv_tokens: int) -> Choice:
         """A decision out of nowhere."""
         gamma = self.gamma if isinstance(self.gamma, int) else self.gamma()
-        return Choice(gamma, gamma, 0, "d", "v")
+        extra = self.extra if isinstance(self.extra, int) else self.extra()
+        return Choice(gamma, gamma, 0, "d", "v", num_extra_drafts=extra)
 
     def launch(self) -> bool:
         """Schedule and launch; False if there was nothing to."""

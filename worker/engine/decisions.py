@@ -27,6 +27,8 @@ class Choice:
     decision_id: str = ""  # empty: the worker's own fallback
     policy_version: str = ""
     held: bool = False
+    grid: int = 0  # number of the grid that the bucket is of: each new grid has another
+    num_extra_drafts: int = 0
 
 
 @dataclass(slots=True)
@@ -53,8 +55,10 @@ class Decisions:
         self._latest: Decision | None = None
         self._arrived_at = 0.0
         self._grid = BucketGrid(())
-        self._held: dict[int, _Held] = {}
-        self._asked: tuple[int, float] | None = None  # bucket and time of the open question
+        self._grid_number = 0
+        self._held: dict[int, _Held] = {}  # by bucket of the grid
+        # Batch size, KV tokens and time of the open question: one at a time.
+        self._asked: tuple[int, int, float] | None = None
 
     @property
     def connected(self) -> bool:
@@ -74,11 +78,17 @@ class Decisions:
         self._asked = None
 
     def take(self, decision: Decision, now: float) -> None:
-        """A decision arrived; one of another policy version ends all that was held."""
-        if self._latest is None or decision.policy_version != self._latest.policy_version:
+        """A decision arrived; one of another policy version, or grid, ends all that was held."""
+        grid = BucketGrid(decision.batch_size_edges, decision.kv_token_edges)
+        if grid != self._grid:
+            self._grid, self._grid_number = grid, self._grid_number + 1
             self._held.clear()
-        self._latest, self._arrived_at, self._asked = decision, now, None
-        self._grid = BucketGrid(decision.batch_size_edges, decision.kv_token_edges)
+        elif self._latest is None or decision.policy_version != self._latest.policy_version:
+            self._held.clear()
+        self._latest, self._arrived_at = decision, now
+        # One sent unasked, about another bucket, leaves the question open.
+        if self._asked is not None and grid.bucket(*self._asked[:2]) == decision.bucket:
+            self._asked = None
         if decision.bucket in decision.table and decision.hold_steps > 0:
             self._held[decision.bucket] = _Held(decision, decision.hold_steps)
 
@@ -89,10 +99,23 @@ class Decisions:
         bucket = self._grid.bucket(batch_size, num_kv_tokens)
         held = self._held.get(bucket)
         if held is not None and (self._connected or now - self._lost_at < GRACE_S):
-            return _choice(held.decision, bucket, held=True)
+            return self._choice(held.decision, bucket, held=True)
         if bucket in self._latest.table and now - self._arrived_at <= TABLE_S:
-            return _choice(self._latest, bucket, held=False)
-        return Choice(0, 0, bucket)
+            return self._choice(self._latest, bucket, held=False)
+        return Choice(0, 0, bucket, grid=self._grid_number)
+
+    def _choice(self, decision: Decision, bucket: int, *, held: bool) -> Choice:
+        gamma, exploit_gamma = decision.table[bucket]
+        return Choice(
+            gamma,
+            exploit_gamma,
+            bucket,
+            decision.decision_id,
+            decision.policy_version,
+            held,
+            self._grid_number,
+            decision.num_extra_drafts,
+        )
 
     def ran(self, choice: Choice) -> bool:
         """A step that counts ran under this choice; True if a hold ended with it."""
@@ -105,18 +128,17 @@ class Decisions:
         del self._held[choice.bucket]
         return True
 
-    def asks(self, bucket: int, now: float) -> bool:
-        """Whether to ask for a decision for that bucket now; the question counts as asked."""
-        if not self._planned or not self._connected or bucket in self._held:
+    def asks(self, batch_size: int, num_kv_tokens: int, now: float) -> bool:
+        """Whether to ask for a decision for that batch now; the question counts as asked.
+
+        A bucket without a hold is asked about, though the table serves it meanwhile: its hold
+        has ended, or it never had one. Batches that wander ask one question at a time.
+        """
+        if not self._planned or not self._connected:
             return False
-        if self._asked is not None:
-            asked_bucket, asked_at = self._asked
-            if asked_bucket == bucket and now - asked_at < ASK_AGAIN_S:
-                return False
-        self._asked = (bucket, now)
+        if self._grid.bucket(batch_size, num_kv_tokens) in self._held:
+            return False
+        if self._asked is not None and now - self._asked[2] < ASK_AGAIN_S:
+            return False
+        self._asked = (batch_size, num_kv_tokens, now)
         return True
-
-
-def _choice(decision: Decision, bucket: int, *, held: bool) -> Choice:
-    gamma, exploit_gamma = decision.table[bucket]
-    return Choice(gamma, exploit_gamma, bucket, decision.decision_id, decision.policy_version, held)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nightjar import log
 from worker.engine.block_manager import BlockManager
+from worker.engine.decisions import Choice
 from worker.engine.plan import Plan, PlannedRow
 from worker.engine.sequence import Sequence
 from worker.speculative.proposer import Proposer
@@ -44,6 +46,7 @@ class Drafting:
         self._proposer = proposer
         self._max_catchup_tokens = max_catchup_tokens
         self._has_cache = proposer is not None and proposer.has_cache
+        self._told_without_extra = False
 
     @property
     def draft_resident(self) -> bool:
@@ -64,12 +67,16 @@ class Drafting:
         )
         return num_tokens
 
-    def plan(self, plan: Plan, gamma: int, budget: int) -> Staleness:
-        """Set the step's gamma, and each decode row's gamma and catch-up.
+    def plan(self, plan: Plan, choice: Choice, budget: int) -> Staleness:
+        """Set the step's gamma, each decode row's gamma and catch-up, and what is verified.
+
+        With extra drafts a row drafts more than the step's gamma, and the target takes the
+        likeliest of all rows' drafts, as many as gamma for each row that drafts: rows that are
+        sure of their drafts, or may have more, use what others leave.
 
         Args:
             plan: A plan that holds its decode rows, oldest first, and nothing else.
-            gamma: What the decision says; anything out of range is clamped.
+            choice: What the decision says; anything out of range is clamped.
             budget: Tokens that the step has left for drafts.
         """
         rows = plan.rows
@@ -79,17 +86,36 @@ class Drafting:
                 row.draft_start = self.num_draft_computed(row.sequence)
                 stale.append(row.sequence.num_computed_tokens - row.draft_start)
         limit = min(self.max_gamma, budget // len(rows)) if self.usable else 0
-        caps = [min(limit, self._row_cap(row.sequence)) for row in rows] if limit > 0 else []
-        plan.possible_gamma = max([0, *caps])
-        wanted = min(gamma, plan.possible_gamma)
+        caps = [self._row_cap(row.sequence) for row in rows] if limit > 0 else [0]
+        plan.possible_gamma = min(limit, max(caps))
+        wanted = min(choice.gamma, plan.possible_gamma)
         if wanted > 0:
+            longest = min(wanted + self._extra(choice), self.max_gamma)
             left = self._max_catchup_tokens
             for row, cap in zip(rows, caps, strict=True):
                 if cap > 0:
-                    left -= self._plan_row(row, min(wanted, cap), left)
-            plan.gamma = max([row.gamma for row in rows])
+                    left -= self._plan_row(row, min(longest, cap), left)
+            drafting = [row for row in rows if row.gamma]
+            if len(drafting) == 1:  # with nobody to choose between, its first are verified
+                drafting[0].gamma = min(drafting[0].gamma, wanted)
+            gammas = [row.gamma for row in drafting]
+            plan.gamma = min(wanted, max(gammas, default=0))
+            plan.num_verified = min(sum(gammas), wanted * len(gammas))
         feasible = plan.possible_gamma if plan.gamma or wanted <= 0 else 0
         return Staleness(max(stale), sum(stale), feasible)
+
+    def _extra(self, choice: Choice) -> int:
+        """Drafts of each row above gamma; none where nothing says which are the likeliest."""
+        assert self._proposer is not None
+        if choice.num_extra_drafts > 0 and not self._proposer.has_probabilities:
+            if not self._told_without_extra:
+                self._told_without_extra = True
+                log.get().warning(
+                    "extra drafts are ignored: this proposer's have no probabilities to choose by",
+                    policy_version=choice.policy_version,
+                )
+            return 0
+        return max(0, choice.num_extra_drafts)
 
     def _row_cap(self, sequence: Sequence) -> int:
         """Most drafts that a row could use now: they and one more token must have room."""

@@ -86,7 +86,7 @@ class Planner:
         self._sums.add(done, context)
         hold_ended = context.feasible_max_gamma > 0 and self._decisions.ran(plan.choice)
         now = self._clock()
-        asks = self._decisions.asks(plan.choice.bucket, now)
+        asks = self._decisions.asks(context.batch_size, context.num_kv_tokens, now)
         if self._decisions.connected and (asks or hold_ended or self._sums.due(now)):
             # A question is about what could run, had the draft caught up: a decision that knew
             # of nothing else would never let it.

@@ -22,7 +22,7 @@ class PlannedRow:
     num_tokens: int  # input tokens, drafts aside
     samples: bool  # the logits of its last token are wanted
     is_decode: bool
-    gamma: int = 0  # most drafts
+    gamma: int = 0  # most drafts that it makes
     draft_start: int = 0  # tokens that the draft's cache holds
     num_catch_up: int = 0  # tokens that the draft computes before it drafts, if it drafts at all
 
@@ -35,7 +35,8 @@ class Plan:
     rows: list[PlannedRow]
     num_decode_rows: int = 0
     choice: Choice | None = None  # None without decode rows: nothing to decide
-    gamma: int = 0  # the step's, after what is feasible
+    gamma: int = 0  # the step's, after what is feasible; rows may draft more, see num_verified
+    num_verified: int = 0  # most drafts the target takes: of more, the likeliest of all rows
     context: Context | None = None  # of the step, as far as the scheduler knows it
     possible_gamma: int = 0  # feasible once the draft has caught up: what a decision may ask for
     draft_epoch: int = 0
@@ -46,7 +47,7 @@ class RowResult:
     """What a step did for one row."""
 
     token_ids: list[int]  # accepted drafts, then the recovered or bonus token; [] if none sampled
-    num_drafts: int = 0
+    num_drafts: int = 0  # verified
     num_accepted: int = 0
     draft_end: int = 0  # tokens whose draft KV exists now, drafts included; 0: not touched
     draft_failed: bool = False  # the draft's logits were no numbers

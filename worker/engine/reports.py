@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from worker.engine.plan import StepResult
-from worker.messages import Context, Pressure, StepSums
+from worker.messages import Context, Pressure, StepSums, SumsKey, sums_key
 
 REPORT_S = 0.02
 PRESSURE_S = 0.2
@@ -24,16 +24,17 @@ class _Sums:
     num_prefill_tokens: int = 0
     catch_up_us: int = 0
     num_catch_up_tokens: int = 0
+    num_catch_up_steps: int = 0
     draft_prefill_us: int = 0
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
 
 class ReportSums:
-    """Sums of decode steps by (bucket, gamma, decision), kept until they are taken."""
+    """Sums of decode steps that may be added up, kept until they are taken."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, int, str], _Sums] = {}
+        self._sums: dict[SumsKey, _Sums] = {}
         self._sent_at = float("-inf")
 
     def add(self, done: StepResult, context: Context) -> None:
@@ -43,9 +44,11 @@ class ReportSums:
         under no decision, with what its catch-up cost.
         """
         plan = done.plan
-        assert plan.choice is not None
+        choice = plan.choice
+        assert choice is not None
         teaches = context.feasible_max_gamma > 0
-        key = (plan.choice.bucket, plan.gamma, plan.choice.decision_id if teaches else "")
+        decision_id = choice.decision_id if teaches else ""
+        key = sums_key(decision_id, plan.gamma, choice.grid, choice.bucket, context)
         sums = self._sums.get(key)
         if sums is None:
             sums = self._sums[key] = _Sums(context)
@@ -55,6 +58,7 @@ class ReportSums:
         sums.num_prefill_tokens += context.num_prefill_tokens
         sums.catch_up_us += done.catch_up_us
         sums.num_catch_up_tokens += done.num_catch_up_tokens
+        sums.num_catch_up_steps += done.num_catch_up_tokens > 0
         sums.draft_prefill_us += done.draft_prefill_us
         _add(sums.reached, done.reached)
         _add(sums.accepted, done.accepted)
@@ -73,6 +77,8 @@ class ReportSums:
         self._sent_at = now
         taken = [
             StepSums(
+                grid=grid,
+                bucket=bucket,
                 context=sums.context,
                 gamma=gamma,
                 decision_id=decision_id,
@@ -85,11 +91,12 @@ class ReportSums:
                 num_prefill_tokens=sums.num_prefill_tokens,
                 catch_up_us=sums.catch_up_us,
                 num_catch_up_tokens=sums.num_catch_up_tokens,
+                num_catch_up_steps=sums.num_catch_up_steps,
                 draft_prefill_us=sums.draft_prefill_us,
                 reached=tuple(sums.reached),
                 accepted=tuple(sums.accepted),
             )
-            for (_, gamma, decision_id), sums in self._sums.items()
+            for (decision_id, gamma, grid, bucket, _, _), sums in self._sums.items()
         ]
         self._sums.clear()
         return taken

@@ -99,7 +99,7 @@ class Runner:
         rows = plan.rows[: plan.num_decode_rows]
         if self._proposer is None or not any(row.gamma or row.num_catch_up for row in rows):
             return None
-        return self._proposer.propose(rows)
+        return self._proposer.propose(rows, plan.num_verified)
 
 
 def _accept(plan: Plan, proposal: Proposal | None, chosen: list[int]) -> list[RowResult]:

@@ -35,8 +35,8 @@ class Scheduler(Rows):
             # A row attends to all of its tokens, the last of which gets its KV in this step.
             num_kv_tokens = sum([len(row.sequence.token_ids) for row in rows])
             plan.choice = choose(len(rows), num_kv_tokens)
-            stale = self.drafting.plan(plan, plan.choice.gamma, budget)
-            budget -= sum([row.gamma for row in rows])
+            stale = self.drafting.plan(plan, plan.choice, budget)
+            budget -= plan.num_verified
             plan.context = Context(
                 batch_size=len(rows),
                 num_kv_tokens=num_kv_tokens,
@@ -127,7 +127,8 @@ class Scheduler(Rows):
         plan = done.plan
         self._retire(plan.step)
         output = _Columns()
-        done.reached, done.accepted = [0] * plan.gamma, [0] * plan.gamma
+        most = max([row.gamma for row in plan.rows])
+        done.reached, done.accepted = [0] * most, [0] * most
         for row, result in zip(plan.rows, done.rows, strict=True):
             if row.epoch == row.sequence.epoch:
                 self._apply(row, result, done, output)

@@ -41,7 +41,7 @@ def sample(
     """
     if logits.dtype != torch.float32 or not len(logits) == len(params) == len(positions):
         raise ValueError("float32 logits and as many parameters and positions as rows")
-    rows: npt.NDArray[np.float32] = logits.detach().numpy()
+    rows: Float32s = logits.detach().numpy()
     with np.errstate(over="ignore", under="ignore"):  # -inf and 0 are what is meant
         return [
             _sample_row(row, one, position)
@@ -49,12 +49,48 @@ def sample(
         ]
 
 
+def log_probabilities(
+    logits: torch.Tensor, params: Sequence[SamplingParams], token_ids: Sequence[int]
+) -> list[float]:
+    """How likely the tokens are that `sample` chose: log p after processors, at most 0.
+
+    Of a greedy row it is that of the plain softmax: after processors it would always be 0.
+
+    Args:
+        logits: [n, vocab] float32 on the CPU; left as they are.
+        params: Of each row's request.
+        token_ids: What `sample` chose from these logits; -inf is returned where that is -1.
+    """
+    rows: Float32s = logits.detach().numpy()
+    with np.errstate(over="ignore", under="ignore"):
+        return [
+            -np.inf if token_id < 0 else _log_probability(row, one, token_id)
+            for row, one, token_id in zip(rows, params, token_ids, strict=True)
+        ]
+
+
+def _log_probability(logits: Float32s, params: SamplingParams, token_id: int) -> float:
+    z = logits - logits.max()
+    kept = None
+    if not _is_greedy(params):
+        z *= np.float32(1 / params.temperature)
+        kept = _kept(z, params)
+    chosen = z[token_id]
+    weights = np.exp(z, out=z) if kept is None else np.exp(z[kept])
+    # The largest weight is 1 and among them: the sum is at least 1, and its logarithm at least 0.
+    return float(chosen - np.log(weights.sum()))
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature <= GREEDY_UP_TO or params.top_k == 1
+
+
 def _sample_row(logits: Float32s, params: SamplingParams, position: int) -> int:
     best = int(logits.argmax())  # the first NaN, if any; else the lowest id of the largest
     top = logits[best]
     if not np.isfinite(top):
         return UNUSABLE
-    if params.temperature <= GREEDY_UP_TO or params.top_k == 1:
+    if _is_greedy(params):
         return best
     z = logits - top
     z *= np.float32(1 / params.temperature)

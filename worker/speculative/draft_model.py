@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 from worker.engine.plan import PlannedRow
 from worker.model.batch import Forward
+from worker.sampling import log_probabilities
 from worker.speculative.batches import BatchBuilder
 from worker.speculative.proposer import Proposal, Sampler
+from worker.speculative.selection import likeliest
 
 
 class DraftModelProposer:
@@ -19,6 +21,7 @@ class DraftModelProposer:
     """
 
     has_cache = True
+    has_probabilities = True
 
     def __init__(
         self,
@@ -48,8 +51,11 @@ class DraftModelProposer:
         """Drafts before the draft's own context ends: the last draft is no input of it."""
         return self._draft.max_model_len - num_tokens + 1
 
-    def propose(self, rows: Sequence[PlannedRow]) -> Proposal:
-        """Catch up, then draft `row.gamma` tokens for each row."""
+    def propose(self, rows: Sequence[PlannedRow], num_verified: int) -> Proposal:
+        """Catch up, draft `row.gamma` tokens for each row, and keep the likeliest of too many.
+
+        How likely drafts are is not even looked at while all of them are verified.
+        """
         proposal = Proposal(
             [[] for _ in rows],
             [row.draft_start + row.num_catch_up if row.num_catch_up else 0 for row in rows],
@@ -58,8 +64,16 @@ class DraftModelProposer:
         if any(row.num_catch_up for row in rows):
             self._catch_up(rows, proposal)
         active = [index for index, row in enumerate(rows) if row.gamma]
+        chooses = sum([row.gamma for row in rows]) > num_verified
+        scores: list[list[float]] | None = [[] for _ in rows] if chooses else None
         while active:
-            active = self._draft_once(rows, active, proposal)
+            active = self._draft_once(rows, active, proposal, scores)
+        if scores is not None:
+            # What is dropped stays in the draft's cache, which is cut to what is accepted anyway.
+            for drafts, num_kept in zip(
+                proposal.drafts, likeliest(scores, num_verified), strict=True
+            ):
+                del drafts[num_kept:]
         return proposal
 
     def _catch_up(self, rows: Sequence[PlannedRow], proposal: Proposal) -> None:
@@ -81,9 +95,13 @@ class DraftModelProposer:
         proposal.draft_prefill_us = elapsed_us - proposal.catch_up_us
 
     def _draft_once(
-        self, rows: Sequence[PlannedRow], active: list[int], proposal: Proposal
+        self,
+        rows: Sequence[PlannedRow],
+        active: list[int],
+        proposal: Proposal,
+        scores: list[list[float]] | None,
     ) -> list[int]:
-        """One more draft for the active rows; returns those that go on."""
+        """One more draft, and its log-probability, for the active rows; returns who goes on."""
         batch = BatchBuilder(self._block_size)
         positions = []
         for index in active:
@@ -98,13 +116,17 @@ class DraftModelProposer:
             positions.append(num_tokens)
         logits = self._draft.run(batch.build())[:, : self._vocab_size]
         params = [rows[index].sequence.params for index in active]
+        chosen = self._sample(logits, params, positions)
+        if scores is not None:
+            for index, score in zip(active, log_probabilities(logits, params, chosen), strict=True):
+                scores[index].append(score)
         left = []
-        for index, token_id, position in zip(
-            active, self._sample(logits, params, positions), positions, strict=True
-        ):
+        for index, token_id, position in zip(active, chosen, positions, strict=True):
             if token_id < 0:  # the target alone goes on, and this cache is not trusted again
                 proposal.failed[index] = True
                 proposal.drafts[index].clear()
+                if scores is not None:
+                    scores[index].clear()
                 continue
             proposal.draft_ends[index] = position
             proposal.drafts[index].append(token_id)

@@ -19,12 +19,13 @@ class NgramProposer:
     """
 
     has_cache = False
+    has_probabilities = False
 
     def max_row_gamma(self, num_tokens: int) -> int:
         """No limit of its own."""
         return num_tokens
 
-    def propose(self, rows: Seq[PlannedRow]) -> Proposal:
+    def propose(self, rows: Seq[PlannedRow], num_verified: int) -> Proposal:
         """Drafts of each row; none where no suffix has occurred before."""
         return Proposal([_lookup(row.sequence, row.gamma) if row.gamma else [] for row in rows])
 

@@ -41,19 +41,19 @@ def test_without_planner_the_fixed_gamma_holds() -> None:
     decisions = Decisions(planned=False, fixed_gamma=3)
     choice = decisions.choose(5, 100, 1e9)
     assert (choice.gamma, choice.exploit_gamma, choice.decision_id) == (3, 3, "")
-    assert not decisions.asks(choice.bucket, 0.0)
+    assert not decisions.asks(5, 100, 0.0)
 
 
 def test_before_the_first_decision_gamma_is_zero_and_asked_for() -> None:
     """A planner that has not answered: gamma 0; asked once, and again when no answer comes."""
     decisions = Decisions(planned=True, fixed_gamma=3)
-    assert not decisions.asks(-1, 0.0)  # no stream yet
+    assert not decisions.asks(1, 10, 0.0)  # no stream yet
     decisions.link(True, 0.0)
     choice = decisions.choose(1, 10, 0.0)
     assert choice.gamma == 0
-    assert decisions.asks(choice.bucket, 0.0)
-    assert not decisions.asks(choice.bucket, 0.05)
-    assert decisions.asks(choice.bucket, 0.11)
+    assert decisions.asks(1, 10, 0.0)
+    assert not decisions.asks(1, 10, 0.05)
+    assert decisions.asks(1, 10, 0.11)
 
 
 def test_a_hold_lasts_its_steps_and_only_in_its_bucket() -> None:
@@ -64,14 +64,14 @@ def test_a_hold_lasts_its_steps_and_only_in_its_bucket() -> None:
     for step in range(3):
         choice = decisions.choose(1, 10, 0.1)
         assert (choice.gamma, choice.held, choice.decision_id) == (4, True, "d1")
-        assert not decisions.asks(choice.bucket, 0.1)
+        assert not decisions.asks(1, 10, 0.1)
         other = decisions.choose(2, 10, 0.1)
         assert (other.gamma, other.held) == (2, False)
         assert not decisions.ran(other)
         assert decisions.ran(choice) == (step == 2)
     choice = decisions.choose(1, 10, 0.2)
     assert (choice.gamma, choice.held) == (4, False)
-    assert decisions.asks(choice.bucket, 0.2)
+    assert decisions.asks(1, 10, 0.2)
 
 
 def test_holds_of_several_buckets_live_side_by_side() -> None:
@@ -93,7 +93,7 @@ def test_a_new_version_ends_every_hold() -> None:
     decisions.take(decision("b", version="2", bucket=1), 0.0)
     choice = decisions.choose(1, 0, 0.0)
     assert (choice.policy_version, choice.held) == ("2", False)
-    assert decisions.asks(choice.bucket, 0.0)
+    assert decisions.asks(1, 0, 0.0)
 
 
 def test_a_lost_stream_leaves_the_hold_250_ms_and_the_table_60_s() -> None:
@@ -105,7 +105,7 @@ def test_a_lost_stream_leaves_the_hold_250_ms_and_the_table_60_s() -> None:
     late = decisions.choose(1, 0, 10.3)
     assert (late.gamma, late.held) == (4, False)
     assert decisions.choose(1, 0, 61.0).gamma == 0
-    assert not decisions.asks(0, 61.0)
+    assert not decisions.asks(1, 0, 61.0)
 
 
 def test_a_bucket_the_table_lacks_runs_at_zero() -> None:
@@ -114,7 +114,7 @@ def test_a_bucket_the_table_lacks_runs_at_zero() -> None:
     decisions.take(decision(), 0.0)
     choice = decisions.choose(9, 0, 0.0)
     assert (choice.bucket, choice.gamma, choice.exploit_gamma) == (2, 0, 0)
-    assert decisions.asks(2, 0.0)
+    assert decisions.asks(9, 0, 0.0)
 
 
 def test_a_decision_about_a_bucket_it_does_not_hold_is_no_hold() -> None:
@@ -123,4 +123,4 @@ def test_a_decision_about_a_bucket_it_does_not_hold_is_no_hold() -> None:
         decisions = connected()
         decisions.take(bad, 0.0)
         assert not decisions.choose(1, 0, 0.0).held
-        assert decisions.asks(0, 0.0)
+        assert decisions.asks(1, 0, 0.0)

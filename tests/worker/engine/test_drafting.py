@@ -192,7 +192,8 @@ def test_ngrams_take_the_longest_and_newest_match() -> None:
     proposer = NgramProposer()
 
     def drafts(gamma: int) -> list[int]:
-        return proposer.propose([PlannedRow(sequence, 0, 1, True, True, gamma)]).drafts[0]
+        row = PlannedRow(sequence, 0, 1, True, True, gamma)
+        return proposer.propose([row], gamma).drafts[0]
 
     sequence.token_ids.append(3)  # ... 11 1 2 3: "1 2 3" came twice, "11 1 2 3" never
     assert drafts(2) == [20, 21]

@@ -34,13 +34,21 @@ CONTEXT = Context(
 
 
 def sums(
-    num_steps: int, gamma: int = 2, batch_size: int = 2, accepted: tuple[int, ...] = ()
+    num_steps: int,
+    gamma: int = 2,
+    batch_size: int = 2,
+    accepted: tuple[int, ...] = (),
+    grid: int = 1,
+    bucket: int = 0,
+    decision_id: str = "d1",
 ) -> StepSums:
     """Sums whose numbers all follow from `num_steps`."""
     return StepSums(
+        grid=grid,
+        bucket=bucket,
         context=msgspec.structs.replace(CONTEXT, batch_size=batch_size),
         gamma=gamma,
-        decision_id="d1",
+        decision_id=decision_id,
         num_steps=num_steps,
         num_timed_steps=num_steps,
         step_us=100 * num_steps,
@@ -50,6 +58,7 @@ def sums(
         num_prefill_tokens=0,
         catch_up_us=num_steps,
         num_catch_up_tokens=num_steps,
+        num_catch_up_steps=num_steps,
         draft_prefill_us=0,
         reached=(2 * num_steps,),
         accepted=accepted,
