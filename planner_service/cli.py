@@ -180,7 +180,8 @@ def _profile_lines(state: Mapping[str, Any]) -> list[str]:
         f"  {state['num_steps']} steps taught; {state['untimed_share']:.0%} of them no time, since "
         "they held prompt tokens",
         f"  acceptance by position {rates}; "
-        f"catch-up {state['catch_up_us_per_token']:.0f} us a token",
+        f"catch-up {state['catch_up_us_per_token']:.0f} us a token "
+        f"(of it {state['catch_up_us_per_step']:.0f} us a step whatever the tokens)",
         f"  prior: {state['num_prior_steps']} of the steps, learned before this planner knew of "
         f"it; acceptance {elsewhere} on other profiles of these models",
     ]

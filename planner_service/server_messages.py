@@ -21,6 +21,7 @@ from planner_service.context import (
 from planner_service.planner import Decision, Report, Stream
 from planner_service.policies.policy import PolicySpec
 from planner_service.sums import Stats
+from planner_service.switching import us_per_step
 from planner_service.versions import Scope, Version
 
 MAX_REPORTS, MAX_WORKER_IDS, MAX_PARAMETERS = 1024, 256, 64
@@ -249,6 +250,7 @@ def profile_state(known: Profile, stats: Stats) -> pb.ProfileState:
         acceptance_by_position=_rates(stats.reached, stats.accepted),
         prior_acceptance_by_position=_rates(stats.prior_reached, stats.prior_accepted),
         catch_up_us_per_token=stats.catch_up_us_per_token,
+        catch_up_us_per_step=us_per_step(stats),
         num_steps=round(totals.steps),
         num_prior_steps=round(stats.num_prior_steps),
         untimed_share=1 - totals.timed_steps / totals.steps if totals.steps > 0 else 0.0,

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context, Outcome
 from planner_service.own_sums import MAX_NAME_CHARACTERS, OwnSums, from_text, numbers_of
+from planner_service.switching import learned
 
 Estimator = Literal["ratio_of_sums", "mean_of_ratios"]
 
@@ -172,7 +173,7 @@ def observe(context: Context, gamma: int, outcome: Outcome) -> Stats:
             catch_up_tokens=outcome.num_catch_up_tokens,
             draft_prefill_us=outcome.draft_prefill_us,
         )
-        return Stats(totals=totals) if any(totals) else NOTHING
+        return Stats(totals=totals, own=learned(context, outcome)) if any(totals) else NOTHING
     buckets: dict[int, Bucket] = {}
     steps, rows, emitted = (
         outcome.num_timed_steps,
@@ -192,7 +193,8 @@ def observe(context: Context, gamma: int, outcome: Outcome) -> Stats:
         outcome.num_catch_up_tokens,
         outcome.draft_prefill_us,
     )
-    return Stats(buckets, totals, outcome.reached, outcome.accepted)
+    own = learned(context, outcome)
+    return Stats(buckets, totals, outcome.reached, outcome.accepted, own)
 
 
 def from_fields(fields: Iterable[tuple[str, str]]) -> tuple[Stats, int]:

@@ -9,85 +9,58 @@ the gammas; otherwise it takes the gamma of least loss. The arm is held for the 
 
 Beyond the paper: the loss is a ratio of sums by default, since the mean of per-step ratios
 overrates the loss of long drafts at small batches; draft prefill is charged to gamma > 0; a
-stream that is new to a batch size starts in the block that the steps known so far have reached.
+stream that is new to a batch size starts in the block that the steps known so far have reached;
+sums may forget, and with `restart=test` the policy is ADA-BINGREEDY (see remembered.py). As
+published: estimator=mean_of_ratios, discount=1, restart=none, switching_cost=table.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
-from planner_service.context import MAX_GAMMA, Context
+from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.policies.bins import Bin, bins_of
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
-from planner_service.session import Numbers, Session
-from planner_service.sums import Bucket, Estimator, Stats
+from planner_service.policies.remembered import Remembered
+from planner_service.session import Session
+from planner_service.sums import Bucket, Estimator, Stats, observe
+from planner_service.switching import predict_us, table_us
 
-MAX_BLOCK = 40
 # Steps at which nothing can be speculated advance no bin; the worker need not ask at each.
 IDLE_HOLD_STEPS = 8
 
-
-class Bin(NamedTuple):
-    """Where a stream stands at one batch size; an arm of -1 is yet to be drawn."""
-
-    block: int = 1  # j, from 1
-    number: int = 1  # b, from 1 in each block
-    position: int = 0  # steps of the bin that ran
-    arm: int = -1
-    explored: int = 0
-    propensity: float = 1.0
-
-    @property
-    def length(self) -> int:
-        """Steps of the bin, at least 1."""
-        steps = _steps(self.block)
-        size = math.isqrt(steps)
-        return min(size, steps - (self.number - 1) * size)
-
-    @classmethod
-    def at(cls, num_steps: int) -> Bin:
-        """The bin that the next step belongs to after `num_steps` at this batch size."""
-        block = min((num_steps + 1).bit_length(), MAX_BLOCK)
-        start = _steps(block)
-        return cls(block, (num_steps + 1 - start) // math.isqrt(start) + 1)
-
-    @classmethod
-    def read(cls, numbers: Numbers, largest: int) -> Bin | None:
-        """A bin from foreign numbers; None unless it is one that we could have written."""
-        if len(numbers) != len(cls._fields) or any(type(n) is not int for n in numbers[:5]):
-            return None
-        found = cls(*cast(tuple[int, int, int, int, int, float], numbers))
-        if not (1 <= found.block <= MAX_BLOCK and -1 <= found.arm <= largest):
-            return None
-        fits = 1 <= found.number <= 2**found.block and 0 < found.propensity <= 1
-        return found if fits and 0 <= found.position < found.length else None
-
-    def after(self, num_steps: int) -> Bin:
-        """The bin once steps ran; those past its end ran while the next answer was on its way."""
-        position = self.position + num_steps
-        if position < self.length:
-            return self._replace(position=position)
-        steps = _steps(self.block)
-        if self.number * math.isqrt(steps) >= steps:
-            return Bin(min(self.block + 1, MAX_BLOCK), 1)
-        return Bin(self.block, self.number + 1)
+SWITCHING_US: dict[str, Callable[[Context, Stats], float]] = {
+    "measured": lambda at, stats: predict_us(stats, at.sum_stale_tokens, at.batch_size),
+    "table": lambda at, stats: table_us(stats, at.max_stale_tokens, at.batch_size),
+    "none": lambda at, stats: 0.0,
+}
 
 
-def _steps(block: int) -> int:
-    """Steps of a block, H_j; also the number of the block's first step, counted from 1."""
-    return 1 << (block - 1)
+class _Known(NamedTuple):
+    """What follows from the sums of one batch size: a memo of a pure function."""
+
+    plain: Bucket  # the sums themselves; with the next two, what it was computed from
+    prefill_us: float
+    largest: int
+    arms: Bucket  # that count
+    since: float  # clock of the last restart
+    best: tuple[int, int]  # gamma of least loss, twice: the table's row
 
 
 class Nightjar(Policy):
     """The paper's bandit."""
 
-    def __init__(self, gamma_max: int, estimator: Estimator, charge_switching: bool) -> None:
+    def __init__(
+        self, gamma_max: int, estimator: Estimator, switching_cost: str, remembered: Remembered
+    ) -> None:
         self._gamma_max = gamma_max
         self._estimator = estimator
-        self._charge_switching = charge_switching
-        # Memo of a pure function: bucket -> its sums, draft prefill, largest gamma; best gamma.
-        self._memo: dict[int, tuple[Bucket, float, int, tuple[int, int]]] = {}
+        self._switching_us = SWITCHING_US[switching_cost]
+        self._remembered = remembered
+        self._memo: dict[int, _Known] = {}
 
     def select(
         self, context: Context, stats: Stats, session: Session, rng: random.Random
@@ -95,32 +68,45 @@ class Nightjar(Policy):
         """Hold the arm of the bin, or draw the next one."""
         bucket = context.bucket
         largest = min(self._gamma_max, context.max_gamma)
-        bins = _bins(session, largest)
+        bins = bins_of(session, largest)
         prefill_us = float(f"{stats.draft_prefill_us_per_token:.3g}")
         table = self._table(stats, bins, prefill_us, largest)
-        switching_s = self._switching_s(context, stats, session)
-        arms = stats.buckets.get(bucket, {})
+        switching_s = 0.0
+        if session.previous_gamma == 0:
+            switching_s = self._switching_us(context, stats) / 1e6
+        known = self._memo.get(bucket) if bucket in stats.buckets else None
+        arms = known.arms if known else {}
         best = self._best(arms, bucket * prefill_us, largest, switching_s)
         feasible = min(largest, context.feasible_max_gamma)
         if feasible == 0:
             choice = Choice(0, best, IDLE_HOLD_STEPS, False, 1.0, table)
             return choice, Session(0, bins)
-        held = bins.pop(bucket, None) or Bin.at(stats.visits(bucket))
+        since = known.since if known else 0.0
+        held = bins.pop(bucket, None)
+        if held is None or held.since != since:
+            held = Bin.at(self._remembered.visits(stats, bucket), since)
         if held.arm < 0:
             exploit = best
             if best > feasible:
                 exploit = self._best(arms, bucket * prefill_us, feasible, switching_s)
-            held = _draw(held, exploit, feasible, rng)
+            held = held.draw(exploit, feasible, rng)
         bins[bucket] = held  # last in the dict: most recently decided
         gamma = min(held.arm, feasible)
         hold = held.length - held.position
         choice = Choice(gamma, best, hold, bool(held.explored), held.propensity, table)
         return choice, Session(gamma, bins)
 
-    def _switching_s(self, context: Context, stats: Stats, session: Session) -> float:
-        if not self._charge_switching or session.previous_gamma > 0:
-            return 0.0
-        return stats.catch_up_us_per_token * context.sum_stale_tokens / 1e6
+    def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
+        """The common sums and, where not every step counts alike, those of what counts.
+
+        A restart that it finds takes effect when the bin under way ends: its arm is held.
+        """
+        added = observe(context, gamma, outcome)
+        if self._remembered.everything or not added.buckets:
+            return added
+        report = added.buckets[context.bucket][gamma]
+        own = self._remembered.learned(stats, context.bucket, gamma, report)
+        return added._replace(own={**added.own, **own})
 
     def _best(self, arms: Bucket, prefill_us: float, largest: int, switching_s: float) -> int:
         """Gamma of least loss; one that never ran comes first, so that each runs once.
@@ -142,36 +128,28 @@ class Nightjar(Policy):
     def _table(
         self, stats: Stats, bins: dict[int, Bin], prefill_us: float, largest: int
     ) -> dict[int, tuple[int, int]]:
+        """The arm held, else the gamma of least loss, by batch size; brings the memo up to date."""
         table: dict[int, tuple[int, int]] = {}
-        for bucket, arms in stats.buckets.items():
-            memo = self._memo.get(bucket)
-            if not (memo and memo[0] is arms and memo[1] == prefill_us and memo[2] == largest):
+        for bucket, plain in stats.buckets.items():
+            known = self._memo.get(bucket)
+            # Own sums come with plain ones, never alone: the plain ones stand for both.
+            if not (
+                known
+                and known.plain is plain
+                and known.prefill_us == prefill_us
+                and known.largest == largest
+            ):
+                arms = self._remembered.arms(stats, bucket)
                 best = self._best(arms, bucket * prefill_us, largest, 0.0)
-                memo = self._memo[bucket] = (arms, prefill_us, largest, (best, best))
+                since = self._remembered.since(stats, bucket)
+                known = _Known(plain, prefill_us, largest, arms, since, (best, best))
+                self._memo[bucket] = known
             held = bins.get(bucket)
-            table[bucket] = memo[3] if held is None or held.arm < 0 else (held.arm, memo[3][1])
+            row = known.best
+            if held is not None and held.arm >= 0 and held.since == known.since:
+                row = (held.arm, row[1])
+            table[bucket] = row
         return table
-
-
-def _bins(session: Session, largest: int) -> dict[int, Bin]:
-    """The bins of a session, moved on by the steps that ran since."""
-    bins = cast(dict[int, Bin], dict(session.numbers))  # our own, unless foreign
-    if session.foreign:
-        read = {bucket: Bin.read(numbers, largest) for bucket, numbers in bins.items()}
-        bins = {bucket: found for bucket, found in read.items() if found is not None}
-    for bucket, num_steps in session.ran.items():
-        if bucket in bins:
-            bins[bucket] = bins[bucket].after(num_steps)
-    return bins
-
-
-def _draw(held: Bin, exploit: int, feasible: int, rng: random.Random) -> Bin:
-    """Draw the arm of a bin: uniform over [0, feasible] with probability 1/b, else `exploit`."""
-    share = 1 / held.number
-    explored = rng.random() < share
-    arm = rng.randrange(feasible + 1) if explored else exploit
-    propensity = share / (feasible + 1) + (1 - share if arm == exploit else 0.0)
-    return held._replace(arm=arm, explored=int(explored), propensity=propensity)
 
 
 SPEC = PolicySpec(
@@ -194,16 +172,34 @@ SPEC = PolicySpec(
             help="how seconds per token are averaged; mean_of_ratios is the paper's, and biased",
         ),
         Parameter(
+            name="discount",
+            kind="float",
+            default=1.0,
+            minimum=1e-6,
+            maximum=1.0,
+            help="weight that a step leaves of those before it; 1 forgets nothing",
+        ),
+        Parameter(
+            name="restart",
+            kind="choice",
+            default="none",
+            choices=("none", "test"),
+            help="test: a batch size begins anew where an arm's recent cost left its mean "
+            "(ADA-BINGREEDY)",
+        ),
+        Parameter(
             name="switching_cost",
             kind="choice",
             default="measured",
-            choices=("measured", "none"),
-            help="cost of going from gamma 0 to more: measured draft catch-up, or none",
+            choices=tuple(SWITCHING_US),
+            help="cost of going from gamma 0 to more: a model of measured catch-up by stale tokens "
+            "and batch, the paper's table C(L, B) of the same, or none",
         ),
     ),
     make=lambda values: Nightjar(
         int(values["gamma_max"]),
         cast(Estimator, values["estimator"]),
-        values["switching_cost"] == "measured",
+        str(values["switching_cost"]),
+        Remembered(float(values["discount"]), restart=values["restart"] == "test"),
     ),
 )

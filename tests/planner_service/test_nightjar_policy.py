@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from planner_service.context import Context, Outcome
 from planner_service.policies import BUILT_IN
-from planner_service.policies.nightjar import MAX_BLOCK, Bin
+from planner_service.policies.bins import MAX_BLOCK, Bin
 from planner_service.policies.policy import Choice, Policy, check_choice, check_table
 from planner_service.session import Session, pack, unpack
 from planner_service.sums import NOTHING, ArmSums, Stats, Totals
@@ -204,7 +204,7 @@ def test_answers_are_always_feasible(
     policy, rng = made(gamma_max=gamma_max, estimator=estimator), random.Random(seed)
     stats, session = NOTHING, Session()
     for batch_size, feasible, ran, moved in steps:
-        limits = {"max_gamma": max_gamma, "max_batch_size": 16}
+        limits: dict[str, Any] = {"max_gamma": max_gamma, "max_batch_size": 16}
         at = Context(batch_size, feasible_max_gamma=feasible, **limits)
         choice, session = policy.select(at, stats, session, rng)
         assert not check_choice(choice, at)
