@@ -1,0 +1,66 @@
+"""The optimum that regret is counted against: who knows the true costs and the rows' chances.
+
+At each step it takes the gamma of most expected tokens per expected microsecond. A draft must
+have prefilled a prompt before it speculates, so gamma > 0 pays that per emitted token, at the
+rate of a worker that keeps speculating; catching up after gamma 0 the optimum never pays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner_service.simulate.arrivals import Lengths
+from planner_service.simulate.cost import CostTable
+from planner_service.simulate.link import Ran, Word
+from planner_service.simulate.rows import Rows
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_BUDGET = 1024  # draft prefill of a step
+
+
+def optimum(
+    arm_us: Floats, arm_tokens: Floats, truth: CostTable, lengths: Lengths
+) -> tuple[Floats, Ints]:
+    """Tokens per microsecond of the best gamma, and that gamma, at each step.
+
+    Args:
+        arm_us: [steps, gammas], of the decode step alone.
+        arm_tokens: [steps, gammas], over all rows.
+        truth: Says what the draft's prefill costs.
+        lengths: Of the requests; say how many prompts there are per emitted token.
+    """
+    theta = arm_tokens / (arm_us + prefill_us(arm_tokens, truth, lengths))
+    best: Ints = np.argmax(theta, axis=1)
+    return theta[np.arange(len(best)), best], best
+
+
+def prefill_us(arm_tokens: Floats, truth: CostTable, lengths: Lengths) -> Floats:
+    """[steps, gammas]: microseconds of draft prefill a step in the long run; 0 at gamma 0."""
+    joining = arm_tokens / lengths.mean_output  # requests a step
+    forwards = 1 - np.exp(-joining * max(1.0, lengths.mean_prompt / _BUDGET))
+    each = truth.catch_up_us_per_token * lengths.mean_prompt + truth.catch_up_us_per_row
+    cost = forwards * truth.catch_up_us + joining * each
+    cost[:, 0] = 0.0
+    return cost
+
+
+class Clairvoyant:
+    """Takes the optimum at each step, whatever switching costs."""
+
+    def look_at(self, rows: Rows, truth: CostTable, lengths: Lengths, max_gamma: int) -> None:
+        """Know the rows and the truth."""
+        self._rows, self._truth, self._lengths = rows, truth, lengths
+        self._max_gamma = max_gamma
+
+    def choose(self, batch_size: int, num_kv_tokens: int) -> Word:
+        """The best gamma for the rows that are there."""
+        sums = self._rows.expected_sums(self._max_gamma)
+        tokens = batch_size + np.concatenate([[0.0], np.cumsum(sums)])[None, :]
+        us = self._truth.steps_us(np.array([batch_size]), np.array([num_kv_tokens]))
+        _, best = optimum(us[:, : self._max_gamma + 1], tokens, self._truth, self._lengths)
+        return Word(int(best[0]))
+
+    def ran(self, step: Ran) -> None:
+        """Nothing is left to learn."""

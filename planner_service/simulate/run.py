@@ -1,0 +1,209 @@
+"""One run: a policy under a scenario with a seed, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner_service.policies.policy import Policy
+from planner_service.simulate.acceptance import Acceptance, stationary
+from planner_service.simulate.arrivals import Arrivals
+from planner_service.simulate.clairvoyant import Clairvoyant, optimum
+from planner_service.simulate.cost import CostTable
+from planner_service.simulate.link import Chooser, Planned
+from planner_service.simulate.noise import Noise
+from planner_service.simulate.worker import Trace, Worker
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """All that a policy does not choose."""
+
+    truth: CostTable = field(default_factory=lambda: CostTable.load("h200_7b"))
+    noise: float = 0.25  # sigma of the lognormal noise on each cell of the truth
+    kv_slope_factor: float = 1.0
+    acceptance: Acceptance = field(default_factory=stationary)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    max_rows: int = 256
+    kv_pool_tokens: int = 1_900_000
+    max_gamma: int = 5
+    max_catchup_tokens: int = 1024
+    answer_delay_steps: int = 1
+    jitter: float = 0.02  # sigma of the lognormal noise on each step's time
+
+    def true_cost(self, seed: int) -> CostTable:
+        """The cost of steps in the run with this seed."""
+        return self.truth.perturbed(seed, self.noise).with_kv_slope(self.kv_slope_factor)
+
+    def with_(self, **changes: Any) -> Scenario:
+        """The same but for these fields."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run did, step by step.
+
+    Expected values are over the acceptance and the noise on time, given the rows that were there.
+    Prefill by the target is in `seconds` alone: it is the same whatever the policy.
+    """
+
+    scenario: Scenario
+    seed: int
+    batch_size: Ints  # [steps], as all below
+    num_kv_tokens: Ints
+    gamma: Ints
+    explored: NDArray[np.bool_]
+    seconds: Floats  # simulated clock at the end of the step
+    num_emitted: Ints  # tokens of decode rows
+    expected_us: Floats  # of the step, catch-up and draft prefill included
+    expected_tokens: Floats
+    optimal_theta: Floats  # tokens per microsecond of the clairvoyant
+    optimal_gamma: Ints
+    catch_up_us: Floats  # of tokens emitted at gamma 0
+    draft_prefill_us: Floats
+    num_catch_up_tokens: Ints
+    sum_stale_tokens: Ints  # before the step
+    arm_us: Floats  # [steps, max_gamma + 1]: the decode step alone, at each gamma
+    arm_tokens: Floats  # [steps, max_gamma + 1]
+    ttft_s: Floats  # [requests], first token after arrival
+    latency_s: Floats  # [requests], last token after arrival
+    num_finished: int
+    num_refused: int
+    num_preempted: int
+    num_waiting: int  # at the end
+
+    @cached_property
+    def lost_tokens(self) -> Floats:
+        """[steps]: tokens that the clairvoyant would have emitted in the same time, less ours."""
+        return self.potential_tokens - self.expected_tokens
+
+    @cached_property
+    def potential_tokens(self) -> Floats:
+        """[steps]: tokens of the clairvoyant in the time of each step."""
+        return self.expected_us * self.optimal_theta
+
+    def regret(self, first: int = 0, end: int | None = None) -> float:
+        """Lost throughput over steps [first, end), in tokens."""
+        return float(self.lost_tokens[first:end].sum())
+
+    def lost_share(self, first: int = 0, end: int | None = None) -> float:
+        """Lost throughput over steps [first, end), as a share of what was possible."""
+        potential = float(self.potential_tokens[first:end].sum())
+        return self.regret(first, end) / potential if potential > 0 else 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps that ran."""
+        return len(self.gamma)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput: tokens of decode rows over the whole run."""
+        total = float(self.seconds[-1]) if self.num_steps else 0.0
+        return float(self.num_emitted.sum()) / total if total > 0 else 0.0
+
+    @property
+    def num_switches(self) -> int:
+        """Steps whose gamma differs from the one before."""
+        return int(np.count_nonzero(np.diff(self.gamma)))
+
+    @property
+    def num_restarts(self) -> int:
+        """Steps that speculate where the one before did not."""
+        return int(np.count_nonzero((self.gamma[1:] > 0) & (self.gamma[:-1] == 0)))
+
+
+def simulate(policy: Policy | None, scenario: Scenario, seed: int, num_steps: int) -> Result:
+    """Run a policy; None is the clairvoyant, who knows the truth and takes the best each step.
+
+    Equal arguments give equal results; the truth, the requests and their classes depend on the
+    scenario and the seed alone.
+
+    Raises:
+        EngineFailure: The policy raised, or answered out of range.
+    """
+    truth = scenario.true_cost(seed)
+    arrivals = scenario.arrivals
+    noise = Noise(seed, jitter=scenario.jitter)
+    max_gamma = min(scenario.max_gamma, truth.max_gamma)
+
+    def clock() -> float:
+        return worker.now
+
+    chooser: Chooser
+    if policy is None:
+        chooser = Clairvoyant()
+    else:
+        chooser = Planned(
+            policy, seed=seed, clock=clock, answer_delay_steps=scenario.answer_delay_steps
+        )
+    worker = Worker(
+        truth=truth,
+        acceptance=scenario.acceptance,
+        requests=arrivals.requests(np.random.default_rng([seed, 0xA221])),
+        chooser=chooser,
+        noise=noise,
+        closed_rows=arrivals.rows if arrivals.kind == "closed" else 0,
+        max_rows=min(scenario.max_rows, truth.max_batch_size),
+        kv_pool_tokens=scenario.kv_pool_tokens,
+        max_gamma=max_gamma,
+        max_catchup_tokens=scenario.max_catchup_tokens,
+    )
+    if isinstance(chooser, Clairvoyant):
+        chooser.look_at(worker.rows, truth, arrivals.lengths, max_gamma)
+    worker.run(num_steps)
+    return _result(scenario, seed, truth, worker, max_gamma)
+
+
+def _result(
+    scenario: Scenario, seed: int, truth: CostTable, worker: Worker, max_gamma: int
+) -> Result:
+    trace: Trace = worker.trace
+    batch_size, num_kv_tokens, gamma = (
+        np.array(column, np.int64)
+        for column in (trace.batch_size, trace.num_kv_tokens, trace.gamma)
+    )
+    steps = np.arange(len(gamma))
+    arm_us = truth.steps_us(batch_size, num_kv_tokens)[:, : max_gamma + 1]
+    sums = np.array(trace.sums).reshape(len(gamma), max_gamma)
+    more = np.concatenate([np.zeros((len(gamma), 1)), np.cumsum(sums, axis=1)], axis=1)
+    arm_tokens = batch_size[:, None] + more
+    theta, best = optimum(arm_us, arm_tokens, truth, scenario.arrivals.lengths)
+    given = np.array(trace.expected_emitted)
+    catch_up_us, draft_prefill_us = np.array(trace.catch_up_us), np.array(trace.draft_prefill_us)
+    extra_us = np.array(trace.extra_draft_us)
+    ended = worker.finished
+    return Result(
+        scenario=scenario,
+        seed=seed,
+        batch_size=batch_size,
+        num_kv_tokens=num_kv_tokens,
+        gamma=gamma,
+        explored=np.array(trace.explored, bool),
+        seconds=np.array(trace.seconds),
+        num_emitted=np.array(trace.num_emitted, np.int64),
+        expected_us=arm_us[steps, gamma] + catch_up_us + draft_prefill_us + extra_us,
+        expected_tokens=np.where(given < 0, arm_tokens[steps, gamma], given),
+        optimal_theta=theta,
+        optimal_gamma=best,
+        catch_up_us=catch_up_us,
+        draft_prefill_us=draft_prefill_us,
+        num_catch_up_tokens=np.array(trace.num_catch_up_tokens, np.int64),
+        sum_stale_tokens=np.array(trace.sum_stale_tokens, np.int64),
+        arm_us=arm_us,
+        arm_tokens=arm_tokens,
+        ttft_s=np.array([r.first_token_at - r.arrived_at for r, _ in ended]),
+        latency_s=np.array([at - r.arrived_at for r, at in ended]),
+        num_finished=len(ended),
+        num_refused=worker.num_refused,
+        num_preempted=worker.num_preempted,
+        num_waiting=len(worker.queue) + len(worker.prefilling),
+    )
