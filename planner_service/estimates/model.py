@@ -1,0 +1,184 @@
+"""Acceptance and step time of one profile together: what each gamma is expected to yield."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from nightjar.buckets import BucketGrid
+from planner_service.context import Context, Outcome
+from planner_service.estimates import acceptance, step_cost
+from planner_service.estimates.acceptance import Acceptance
+from planner_service.estimates.step_cost import BATCH_EDGES, Cell, Floats, Spread, StepCost
+from planner_service.own_sums import OwnSums
+from planner_service.sums import Stats
+
+KV_EDGES = tuple(16_384 * 4**i for i in range(5))
+GRID = BucketGrid(BATCH_EDGES, KV_EDGES)
+_KV_CENTRES = np.array([KV_EDGES[0] / 2, *(2.0 * edge for edge in KV_EDGES)])
+_KV_PER_ROW = (16, 16_384)  # that a table covers
+_NO_OWN: dict[str, OwnSums] = {}
+
+
+def sums(
+    policy: str, clock: float, context: Context, gamma: int, outcome: Outcome
+) -> dict[str, OwnSums]:
+    """What steps add to a policy's own sums, for `Model` to read."""
+    found = acceptance.sums(policy, clock, outcome)
+    found.update(step_cost.sums(policy, clock, context, gamma, outcome))
+    return found
+
+
+class _AtBatch(NamedTuple):
+    free_us: tuple[float, ...]  # by gamma, without KV reads
+    variance: Floats  # of log time, between gammas
+
+
+class Model:
+    """Reads a policy's sums; fits anew only where the rounded values of a cell have changed.
+
+    All it keeps follows from the sums last read: a memo, no state.
+    """
+
+    def __init__(self, policy: str, largest: int, *, optimism_sds: float) -> None:
+        """Start from the prior.
+
+        Args:
+            policy: Whose sums are read.
+            largest: Largest gamma.
+            optimism_sds: Standard deviations between what is expected and what may well be.
+        """
+        self._policy = policy
+        self._largest = largest
+        self._gammas = _gammas(policy, largest)
+        self._optimism_sds = optimism_sds
+        self._own: Mapping[str, OwnSums] = _NO_OWN
+        self._sums: dict[str, OwnSums] = {}
+        self._cells: dict[str, tuple[Cell, Spread]] = {}
+        self._counts: object = None
+        self.acceptance = self._estimate((), (), ())
+        self._fit()
+
+    def read(self, stats: Stats) -> None:
+        """Take over what is known now."""
+        if stats.own is self._own and stats.own:
+            return
+        self._own = stats.own
+        found = acceptance.counts(self._policy, stats.own)
+        counts = (found, stats.prior_reached, stats.prior_accepted)
+        if counts != self._counts:
+            self._counts = counts
+            self.acceptance = self._estimate(*counts)
+        if self._read_cells(stats.own):
+            self._fit()
+
+    def _estimate(
+        self,
+        counts: Sequence[OwnSums | None],
+        prior_reached: Sequence[float],
+        prior_accepted: Sequence[float],
+    ) -> Acceptance:
+        return acceptance.estimate(
+            counts,
+            prior_reached,
+            prior_accepted,
+            largest=self._largest,
+            optimism_sds=self._optimism_sds,
+        )
+
+    def step_us(self, context: Context) -> list[float]:
+        """Expected microseconds of a step, by gamma."""
+        kv_us = self.cost.us_per_kv_token * context.num_kv_tokens
+        return [free + kv_us for free in self._at_batch(context.batch_size).free_us]
+
+    def time_factors(self, batch_size: int, best: int) -> list[float]:
+        """By gamma, the factor by which its time may well be less, measured against `best`'s."""
+        variance = self._at_batch(batch_size).variance
+        own = variance[best, best]
+        return [
+            math.exp(-self._optimism_sds * math.sqrt(max(0.0, v[g] + own - 2 * v[best])))
+            for g, v in enumerate(variance.tolist())
+        ]
+
+    def table(self, max_batch_size: int, largest: int) -> dict[int, tuple[int, int]]:
+        """Best gamma of each bucket of `GRID` up to a batch size, as pairs for a decision."""
+        tokens = tuple([round(value, 2) for value in self.acceptance.tokens[: largest + 1]])
+        key = (max_batch_size, tokens)
+        table = self._tables.get(key)
+        if table is None:
+            if len(self._tables) > 8:
+                self._tables.clear()
+            table = self._tables[key] = self._build_table(max_batch_size, tokens)
+        return table
+
+    def _at_batch(self, batch_size: int) -> _AtBatch:
+        batch_size = max(1, batch_size)
+        known = self._by_batch.get(batch_size)
+        if known is None:
+            log_us = self.cost.log_us(np.array([float(batch_size)]), self._largest)[0]
+            variance = self.cost.covariance(float(batch_size), self._largest)
+            known = _AtBatch(tuple(np.exp(log_us).tolist()), variance)
+            self._by_batch[batch_size] = known
+        return known
+
+    def _read_cells(self, own: Mapping[str, OwnSums]) -> bool:
+        """Whether a cell's rounded values have changed."""
+        changed, read_before, gammas, num_cells = False, self._sums, self._gammas, 0
+        for name, found in own.items():
+            if read_before.get(name) is found:
+                num_cells += 1
+                continue
+            if (gamma := gammas.get(name)) is None:
+                continue
+            num_cells += 1
+            read_before[name] = found
+            cell = step_cost.read_cell(gamma, found)
+            before = self._cells.get(name)
+            if cell is None:
+                changed = self._cells.pop(name, None) is not None or changed
+            else:
+                self._cells[name] = cell
+                changed = changed or before is None or before[0] != cell[0]
+        if num_cells < len(read_before):  # other sums than before: those of another profile
+            for name in read_before.keys() - own.keys():
+                del read_before[name]
+                changed = self._cells.pop(name, None) is not None or changed
+        return changed
+
+    def _fit(self) -> None:
+        cells = list(self._cells.values())
+        spread = Spread()
+        for _, part in cells:
+            spread = spread.plus(part)
+        self.cost = StepCost([cell for cell, _ in cells], spread)
+        self._by_batch: dict[int, _AtBatch] = {}
+        self._tables: dict[tuple[int, tuple[float, ...]], dict[int, tuple[int, int]]] = {}
+
+    def _build_table(
+        self, max_batch_size: int, tokens: Sequence[float]
+    ) -> dict[int, tuple[int, int]]:
+        starts = np.array([edge for edge in BATCH_EDGES if edge <= max_batch_size], dtype=float)
+        free_us = np.exp(self.cost.log_us(starts, len(tokens) - 1))
+        us = free_us[:, None, :] + (self.cost.us_per_kv_token * _KV_CENTRES)[None, :, None]
+        best = (np.array(tokens) / us).argmax(axis=2)
+        least, most = (starts[:, None] * n for n in _KV_PER_ROW)
+        lows, highs = np.array([0, *KV_EDGES]), np.array([*KV_EDGES, np.inf])
+        covered = (highs[None, :] > least) & (lows[None, :] < most)
+        width = len(KV_EDGES) + 1
+        buckets = (np.arange(1, len(starts) + 1)[:, None] * width + np.arange(width))[covered]
+        gammas = best[covered].tolist()
+        return {
+            bucket: (gamma, gamma) for bucket, gamma in zip(buckets.tolist(), gammas, strict=True)
+        }
+
+
+@lru_cache(maxsize=16)
+def _gammas(policy: str, largest: int) -> Mapping[str, int]:
+    """Gamma of each cell, by the cell's name."""
+    return {
+        f"{policy}/{row[gamma]}": gamma for row in step_cost.NAMES for gamma in range(largest + 1)
+    }

@@ -1,0 +1,187 @@
+"""Step time as a function of batch size, gamma and KV tokens, learned from few steps.
+
+The logarithm of the time without KV reads is a Gaussian process over (log batch size, gamma): a
+level, its change with the batch, a slope in gamma, and a residual of each gamma that carries over
+to similar batch sizes alone (Rasmussen and Williams 2006, chapter 2). KV tokens add a time per
+token, from how step time moves with them inside cells of alike steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import add
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.own_sums import OwnSums
+
+Floats = npt.NDArray[np.float64]
+
+# Edges of cells over batch size, each about a quarter above the last.
+BATCH_EDGES = tuple(sorted({*range(1, 9)} | {round(2 ** (k / 3)) for k in range(9, 37)}))
+HALF_LIFE = 4000.0  # steps: machines change slowly
+# Of a cell, summed over steps: 1, us, batch, KV, KV^2, KV * us; over reports: us^2 / steps, 1.
+NUM_VALUES = 8
+
+PRIOR_SLOPE = 0.12  # of log time by gamma, before anything is known
+LEVEL_SD, CURVE_SD, SLOPE_SD, RESIDUAL_SD = 3.0, 0.5, 0.15, 0.15
+CURVE_LENGTH, SLOPE_LENGTH, RESIDUAL_LENGTH = 2.0, 1.5, 0.7  # in log batch size
+CELL_SD = 0.01  # noise of the log of a cell's mean, at least
+STEP_SD, STEP_SD_RANGE, STEP_SD_REPORTS = 0.1, (0.02, 0.4), 8.0  # of one step; its prior's weight
+KV_PRIOR_STEPS = 20.0  # weight of "KV costs nothing", in steps of the usual spread
+
+
+class Cell(NamedTuple):
+    """Means over alike steps, rounded so that a model is not fitted anew for nothing."""
+
+    log_batch: float
+    gamma: int
+    log_us: float
+    num_kv_tokens: float
+    num_steps: float
+
+
+class Spread(NamedTuple):
+    """How steps of cells differ inside them; adds up over cells."""
+
+    num_steps: float = 0.0
+    kv: float = 0.0  # sum of squares
+    kv_us: float = 0.0  # sum of products
+    relative: float = 0.0  # sum over reports of squares of log time, scaled to one step
+    num_reports: float = 0.0  # less the one that gives the mean
+
+    def plus(self, other: Spread) -> Spread:
+        """Of both."""
+        return Spread(*map(add, self, other))
+
+    @property
+    def us_per_kv_token(self) -> float:
+        """Microseconds that a KV token adds to a step, at least 0; rounded."""
+        if self.kv <= 0 or self.kv_us <= 0:
+            return 0.0
+        prior = KV_PRIOR_STEPS * self.kv / self.num_steps
+        return float(f"{self.kv_us / (self.kv + prior):.2g}")
+
+    @property
+    def step_sd(self) -> float:
+        """Noise of the log of one step's time; rounded."""
+        weight = self.num_reports + STEP_SD_REPORTS
+        variance = (self.relative + STEP_SD_REPORTS * STEP_SD**2) / weight
+        low, high = STEP_SD_RANGE
+        return float(f"{min(max(math.sqrt(variance), low), high):.1g}")
+
+
+def cell_index(batch_size: int) -> int:
+    """Index of the batch size's cells."""
+    return bisect_right(BATCH_EDGES, batch_size)
+
+
+NAMES = tuple(
+    tuple(f"time/{index}/{gamma}" for gamma in range(MAX_GAMMA + 1))
+    for index in range(len(BATCH_EDGES) + 1)
+)
+
+
+def sums(
+    policy: str, clock: float, context: Context, gamma: int, outcome: Outcome
+) -> dict[str, OwnSums]:
+    """What timed steps add to their cell."""
+    steps = outcome.num_timed_steps
+    if not steps or not outcome.num_timed_rows:
+        return {}
+    batch, kv = outcome.num_timed_rows / steps, float(context.num_kv_tokens)
+    values = (
+        float(steps),
+        float(outcome.step_us),
+        float(outcome.num_timed_rows),
+        kv * steps,
+        kv * kv * steps,
+        kv * outcome.step_us,
+        outcome.step_us**2 / steps,
+        1.0,
+    )
+    name = NAMES[cell_index(max(1, round(batch)))][gamma]
+    return {f"{policy}/{name}": OwnSums(values, HALF_LIFE, clock)}
+
+
+class StepCost:
+    """A fit to the cells of a profile."""
+
+    def __init__(self, cells: Sequence[Cell], spread: Spread) -> None:
+        """Fit; without any cell only the prior is left."""
+        self.us_per_kv_token = spread.us_per_kv_token
+        self._log_batch = np.array([cell.log_batch for cell in cells])
+        self._gamma = np.array([float(cell.gamma) for cell in cells])
+        y = np.array([_log_free_us(cell, self.us_per_kv_token) for cell in cells])
+        y -= PRIOR_SLOPE * self._gamma
+        self._mean = float(y.mean()) if cells else 0.0
+        noise = [spread.step_sd**2 / cell.num_steps + CELL_SD**2 for cell in cells]
+        covariance = _kernel(self._log_batch, self._gamma, self._log_batch, self._gamma)
+        self._inverse = np.linalg.inv(covariance + np.diag(noise))
+        self._weights = self._inverse @ (y - self._mean)
+
+    def log_us(self, batch_sizes: Floats, largest: int) -> Floats:
+        """Log microseconds of a step without its KV reads, [n, largest + 1].
+
+        Args:
+            batch_sizes: [n], at least 1.
+            largest: Largest gamma.
+        """
+        gammas = np.tile(np.arange(largest + 1.0), len(batch_sizes))
+        at = np.repeat(np.log(batch_sizes), largest + 1)
+        k = _kernel(at, gammas, self._log_batch, self._gamma)
+        mean: Floats = self._mean + PRIOR_SLOPE * gammas + k @ self._weights
+        return mean.reshape(len(batch_sizes), largest + 1)
+
+    def covariance(self, batch_size: float, largest: int) -> Floats:
+        """Covariance of `log_us` between the gammas of one batch size."""
+        gammas = np.arange(largest + 1.0)
+        at = np.full(largest + 1, math.log(batch_size))
+        k = _kernel(at, gammas, self._log_batch, self._gamma)
+        covariance: Floats = _kernel(at, gammas, at, gammas) - k @ self._inverse @ k.T
+        return covariance
+
+
+def _log_free_us(cell: Cell, us_per_kv_token: float) -> float:
+    us = math.exp(cell.log_us)
+    return math.log(max(us - us_per_kv_token * cell.num_kv_tokens, 0.2 * us))
+
+
+def _kernel(x: Floats, g: Floats, x2: Floats, g2: Floats) -> Floats:
+    apart = np.abs(x[:, None] - x2[None, :])
+    slope = SLOPE_SD**2 * np.outer(g, g2) * np.exp(-apart / SLOPE_LENGTH)
+    residual = RESIDUAL_SD**2 * (g[:, None] == g2[None, :]) * np.exp(-apart / RESIDUAL_LENGTH)
+    covariance: Floats = (
+        LEVEL_SD**2 + CURVE_SD**2 * np.exp(-apart / CURVE_LENGTH) + slope + residual
+    )
+    return covariance
+
+
+def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
+    """A cell's rounded means, and what its steps tell of their spread; None if it is not ours."""
+    if len(found.values) != NUM_VALUES:
+        return None
+    steps, us, rows, kv, kv2, kv_us, us2, reports = found.values
+    if not (steps > 0.01 and us > 0 and rows > 0):
+        return None
+    batch, mean_us, mean_kv = rows / steps, us / steps, kv / steps
+    cell = Cell(
+        round(math.log(batch), 2),
+        gamma,
+        round(math.log(mean_us), 2),
+        float(f"{mean_kv:.2g}"),
+        2.0 ** round(math.log2(steps)),
+    )
+    spread = Spread(
+        steps,
+        max(0.0, kv2 - kv * mean_kv),
+        kv_us - us * mean_kv,
+        max(0.0, us2 - us * mean_us) / mean_us**2,
+        max(0.0, reports - 1),
+    )
+    return cell, spread

@@ -1,0 +1,178 @@
+"""Estimates: acceptance that follows changes, and step times learned from few steps."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from planner_service.context import Context, Outcome
+from planner_service.estimates import acceptance, step_cost
+from planner_service.estimates.acceptance import HALF_LIVES, Acceptance
+from planner_service.estimates.model import GRID, Model, sums
+from planner_service.own_sums import OwnSums
+from planner_service.sums import NOTHING, Stats, observe
+
+LARGEST = 5
+
+
+def drafted(rng: random.Random, rate: float, gamma: int, rows: int) -> Outcome:
+    """One step whose every draft is accepted with the same probability."""
+    reached, accepted, left = [], [], rows
+    for _ in range(gamma):
+        reached.append(left)
+        left = sum(rng.random() < rate for _ in range(left))
+        accepted.append(left)
+    emitted = rows + sum(accepted)
+    return Outcome(
+        1, 1, 10_000, emitted, rows, emitted, 0, 0, 0, 0, tuple(reached), tuple(accepted)
+    )
+
+
+def taught(rates: list[float], gamma: int, rows: int, seed: int = 0) -> Acceptance:
+    """What is estimated after one step at each rate."""
+    rng, own = random.Random(seed), dict[str, OwnSums]()
+    for clock, rate in enumerate(rates):
+        for name, added in acceptance.sums(
+            "p", float(clock), drafted(rng, rate, gamma, rows)
+        ).items():
+            own[name] = own[name].plus(added) if name in own else added
+    found = acceptance.counts("p", own)
+    return acceptance.estimate(found, (), (), largest=LARGEST, optimism_sds=1.0)
+
+
+def test_tokens_are_one_and_the_products_of_conditional_rates() -> None:
+    """Reached 3000, 2400, 1200 and accepted .8, .5, .25 of them: 1 + .8 + .4 + .1."""
+    values = (3000, 2400, 1200, 0, 0, 0, 0, 0, 2400, 1200, 300, 0, 0, 0, 0, 0)
+    found = [OwnSums(values, half_life, 9.0) for half_life in HALF_LIVES]
+    tokens = acceptance.estimate(found, (), (), largest=3, optimism_sds=1.0).tokens
+    # The prior of 6 rows moves each by less than 6 / (1200 / 3).
+    assert tokens == pytest.approx((1.0, 1.8, 2.2, 2.3), abs=0.015)
+
+
+def test_a_position_without_counts_is_taken_to_be_like_the_one_before() -> None:
+    """Gamma 1 alone teaches what longer drafts would yield, with doubt that grows."""
+    found = taught([0.7] * 300, gamma=1, rows=16)
+    assert found.tokens[3] == pytest.approx(1 + 0.7 + 0.49 + 0.343, rel=0.03)
+    doubt = [high / mean for high, mean in zip(found.tokens_high, found.tokens, strict=True)]
+    assert doubt[1] < 1.01
+    assert doubt == sorted(doubt)
+    assert doubt[3] > 1.05
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.8, 0.4), (0.4, 0.8)])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_an_abrupt_change_is_followed_within_a_hundred_steps(
+    before: float, after: float, rows: int
+) -> None:
+    """A past of fifteen hundred steps is dropped for all positions, the unreached ones too."""
+    found = [
+        taught([before] * 1500 + [after] * 100, gamma=2, rows=rows, seed=seed) for seed in range(6)
+    ]
+    for gamma in (2, 4):
+        estimates = [one.tokens[gamma] for one in found]
+        expected = sum(after**i for i in range(gamma + 1))
+        assert np.mean(estimates) == pytest.approx(expected, rel=0.2 if rows == 1 else 0.06)
+
+
+def test_without_a_change_the_long_past_counts() -> None:
+    """At one row the estimate is far steadier than the last steps alone would make it."""
+    estimates = [taught([0.7] * 2000, gamma=3, rows=1, seed=s).tokens[3] for s in range(12)]
+    assert np.std(estimates) < 0.08
+    assert np.mean(estimates) == pytest.approx(2.533, abs=0.05)
+
+
+def test_other_profiles_acceptance_is_a_guess_until_own_rows_were_seen() -> None:
+    """Cold, the prior decides; with own counts it is gone."""
+    prior = ((1000.0, 900.0), (900.0, 810.0))
+    cold = acceptance.estimate((None,) * 3, *prior, largest=2, optimism_sds=1.0)
+    assert cold.tokens == pytest.approx((1, 1.9, 2.71))
+    own = acceptance.counts(
+        "p", acceptance.sums("p", 0.0, Outcome(9, reached=(900, 180), accepted=(180, 36)))
+    )
+    known = acceptance.estimate(own, *prior, largest=2, optimism_sds=1.0)
+    assert known.tokens == pytest.approx((1, 1.2, 1.24), rel=0.03)
+
+
+def cells(model: Model, points: list[tuple[int, int, int, float]], steps: int = 50) -> Stats:
+    """Stats after steps at (batch size, gamma, KV tokens) of given microseconds, read by it."""
+    stats = NOTHING
+    for batch, gamma, kv, us in points:
+        context = Context(batch, num_kv_tokens=kv)
+        rows = batch * steps
+        outcome = Outcome(steps, steps, round(us * steps), rows, rows, rows)
+        learned = observe(context, gamma, outcome)
+        stats = stats.plus(
+            learned._replace(own=sums("p", stats.totals.steps, context, gamma, outcome))
+        )
+    model.read(stats)
+    return stats
+
+
+def test_measured_cells_are_returned_and_cells_between_lie_between() -> None:
+    """After fifty steps each, 1 % remains; batch 12 lies between 8 and 16."""
+    model = Model("p", 3, optimism_sds=1.0)
+    cells(model, [(b, g, 0, 1000 * (b + 2 * g)) for b in (8, 16) for g in range(4)])
+    at8, at12, at16 = (model.step_us(Context(batch)) for batch in (8, 12, 16))
+    assert at8 == pytest.approx([8000, 10_000, 12_000, 14_000], rel=0.02)
+    assert at16 == pytest.approx([16_000, 18_000, 20_000, 22_000], rel=0.02)
+    assert all(low < middle < high for low, middle, high in zip(at8, at12, at16, strict=True))
+
+
+def test_kv_tokens_cost_what_steps_of_one_cell_say() -> None:
+    """At batch 8 steps take 5 ms and 10 us for each thousand KV tokens."""
+    model = Model("p", 1, optimism_sds=1.0)
+    points = [(8, 0, kv, 5000 + 0.01 * kv) for kv in (10_000, 50_000, 100_000, 200_000)]
+    cells(model, points * 3)
+    assert model.cost.us_per_kv_token == pytest.approx(0.01, rel=0.1)
+    for kv in (20_000, 150_000):
+        assert model.step_us(Context(8, kv))[0] == pytest.approx(5000 + 0.01 * kv, rel=0.03)
+
+
+def test_doubt_is_against_the_best_gamma_and_shrinks_with_steps() -> None:
+    """A gamma that ran here is known; one that ran at a far batch size is not."""
+    model = Model("p", 2, optimism_sds=1.0)
+    cells(model, [(8, 0, 0, 5000), (8, 1, 0, 6000), (200, 2, 0, 9000)])
+    factors = model.time_factors(8, 0)
+    assert factors[0] == 1.0
+    assert factors[1] > 0.97
+    assert factors[2] < 0.9
+
+
+def test_the_table_holds_the_best_gamma_by_batch_and_kv_tokens() -> None:
+    """Where KV reads dominate, drafts cost little, and the best gamma is larger."""
+    model = Model("p", 1, optimism_sds=1.0)
+    # Gamma 1 yields 1.6 tokens and adds 4 ms to 4 ms; KV adds 100 us for each thousand tokens.
+    stats = cells(
+        model,
+        [(8, g, kv, 4000 * (1 + g) + 0.1 * kv) for g in (0, 1) for kv in (500, 4000, 9000)] * 2,
+    )
+    assert stats.totals.steps == 600
+    table = model.table(8, 1)
+    assert table[GRID.bucket(8, 3000)] == (0, 0)
+    assert table[GRID.bucket(8, 100_000)] == (1, 1)
+    assert all(0 <= gamma <= 1 for pair in table.values() for gamma in pair)
+
+
+def test_reading_other_sums_forgets_the_ones_before() -> None:
+    """One model that reads two profiles in turn answers each like a model of its own."""
+    first = cells(Model("p", 2, optimism_sds=1.0), [(8, 0, 0, 5000), (8, 2, 0, 6000)])
+    second = cells(Model("p", 2, optimism_sds=1.0), [(8, 0, 0, 9000)])
+    shared = Model("p", 2, optimism_sds=1.0)
+    for stats in (first, second, first, NOTHING, second):
+        fresh = Model("p", 2, optimism_sds=1.0)
+        fresh.read(stats)
+        shared.read(stats)
+        assert shared.step_us(Context(8)) == pytest.approx(fresh.step_us(Context(8)))
+        assert shared.acceptance == fresh.acceptance
+
+
+def test_torn_cells_are_left_out() -> None:
+    """Foreign vectors of any shape leave every estimate a finite number."""
+    name = f"p/{step_cost.NAMES[3][1]}"
+    for values in ((1.0,), (0.0,) * 8, (-1.0,) * 8, (1.0, -5.0, 1, 0, 0, 0, 0, 0), (1e-9,) * 8):
+        model = Model("p", 2, optimism_sds=1.0)
+        model.read(Stats(own={name: OwnSums(values, 4000.0, 0.0)}))
+        assert all(math.isfinite(us) and us > 0 for us in model.step_us(Context(3)))

@@ -1,0 +1,193 @@
+"""Policy `model_guided`: the best gamma by its model, and experiments only where they can tell."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from planner_service.context import Context, Outcome
+from planner_service.estimates.model import GRID
+from planner_service.policies.model_guided import (
+    HOLD_STEPS,
+    PROBE_STEPS,
+    SPEC,
+    Memory,
+    ModelGuided,
+)
+from planner_service.policies.policy import Choice
+from planner_service.session import Session
+from planner_service.sums import NOTHING, Stats
+
+ROWS = 4
+AT = Context(ROWS, num_kv_tokens=2000, feasible_max_gamma=2, max_gamma=2, max_batch_size=16)
+STEP_MS = (10, 12, 16)  # by gamma
+
+
+def policy(**given: str) -> ModelGuided:
+    """A policy with gammas 0, 1 and 2."""
+    made, _ = SPEC.build({"gamma_max": "2", **given})
+    assert isinstance(made, ModelGuided)
+    return made
+
+
+def known(rate: float, *, steps: int = 4000, gammas: tuple[int, ...] = (0, 1, 2)) -> Stats:
+    """What many steps teach, where every draft is accepted with the same probability."""
+    stats, learner = NOTHING, policy()
+    for gamma in gammas:
+        reached = tuple(round(ROWS * steps * rate**i) for i in range(gamma))
+        accepted = tuple(round(ROWS * steps * rate ** (i + 1)) for i in range(gamma))
+        emitted = ROWS * steps + sum(accepted)
+        outcome = Outcome(
+            steps,
+            steps,
+            STEP_MS[gamma] * 1000 * steps,
+            emitted,
+            ROWS * steps,
+            emitted,
+            reached=reached,
+            accepted=accepted,
+        )
+        stats = stats.plus(learner.update(stats, AT, gamma, outcome))
+    return stats
+
+
+def choices(stats: Stats, context: Context, session: Session, n: int = 400) -> list[Choice]:
+    """What differently seeded selects answer."""
+    made = policy()
+    return [made.select(context, stats, session, random.Random(seed))[0] for seed in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("rate", "best"),
+    [
+        (0.1, 0),  # 1 / 10 = .1;  1.1 / 12 = .092
+        (0.5, 1),  # .1;  1.5 / 12 = .125;  1.75 / 16 = .109
+        (0.7, 1),  # .1;  1.7 / 12 = .142;  2.19 / 16 = .137
+        (0.95, 2),  # .1;  1.95 / 12 = .163;  2.85 / 16 = .178
+    ],
+)
+def test_the_gamma_of_most_tokens_per_second_is_run(rate: float, best: int) -> None:
+    """Tokens per ms and row, from steps of 10, 12 and 16 ms, are worked out beside each case."""
+    answers = choices(known(rate), AT, Session(1))
+    assert {answer.exploit_gamma for answer in answers} == {best}
+    assert Counter(answer.gamma for answer in answers).most_common(1)[0][0] == best
+    assert {answer.table[GRID.bucket(ROWS, 2000)] for answer in answers} == {(best, best)}
+
+
+def test_no_experiment_is_made_that_cannot_change_the_decision() -> None:
+    """With acceptance .5 every other gamma is 13 % worse, and well known to be."""
+    answers = choices(known(0.5), AT, Session(1))
+    assert {(a.gamma, a.explored, a.propensity, a.hold_steps) for a in answers} == {
+        (1, False, 1.0, HOLD_STEPS)
+    }
+
+
+def test_experiments_are_drawn_with_the_probability_that_is_reported() -> None:
+    """Gamma 2, 3 % worse by an uncertain estimate, is tried in its share of decisions."""
+    answers = choices(known(0.7, steps=4), AT, Session(1), 2000)
+    drawn = Counter(answer.gamma for answer in answers)
+    assert len(drawn) > 1
+    for gamma, count in drawn.items():
+        told = {answer.propensity for answer in answers if answer.gamma == gamma}
+        assert len(told) == 1
+        assert count / 2000 == pytest.approx(told.pop(), abs=0.04)
+    assert all(answer.explored == (answer.gamma != 1) for answer in answers)
+
+
+def test_nothing_known_means_every_gamma_is_tried_soon() -> None:
+    """Forty decisions without any knowledge reach all gammas."""
+    drawn = Counter(answer.gamma for answer in choices(NOTHING, AT, Session(), 40))
+    assert set(drawn) == {0, 1, 2}
+
+
+def test_one_step_at_a_gamma_teaches_the_shorter_ones() -> None:
+    """Only gamma 2 ran; what gamma 1 yields is known from it: 1 + rate."""
+    made = policy()
+    made.select(AT, known(0.7, gammas=(2,)), Session(2), random.Random(0))
+    assert made._model.acceptance.tokens[1] == pytest.approx(1.7, rel=0.01)
+
+
+def test_catching_up_is_spread_over_the_steps_that_speculation_stays_on() -> None:
+    """Stale rows keep gamma 0 while the catch-up costs more than its steps would win back.
+
+    With runs of 8 steps a catch-up of 30 ms costs 3.75 ms a step and pays, most with the longer
+    draft: 2.19 / 19.75 = .111 against .108 and .1. One of 60 ms does not: 2.19 / 23.5 = .093.
+    """
+    taught = known(0.7)
+    taught = taught._replace(
+        totals=taught.totals._replace(catch_up_us=100_000.0, catch_up_tokens=1000)
+    )
+    short_runs = Memory(0.0, on_steps=16.0, on_runs=9.0)
+    assert short_runs.on_length == 8
+    for stale_tokens, best in ((300, 2), (600, 0)):
+        stale = AT._replace(sum_stale_tokens=stale_tokens + 2 * ROWS)
+        answers = choices(taught, stale, Session(0, {0: short_runs}))
+        assert {answer.exploit_gamma for answer in answers} == {best}
+
+
+def test_at_gamma_0_acceptance_is_probed_at_intervals_that_cost_little() -> None:
+    """A probe of 2 ms beyond plain decoding's 10 ms, at 1 %, comes every 20 steps."""
+    made, stats = policy(), known(0.1)
+    session, ran, probes = Session(), 0, 0
+    for seed in range(400):
+        choice, session = made.select(AT, stats, session, random.Random(seed))
+        if choice.gamma:
+            assert (choice.gamma, choice.hold_steps, choice.explored) == (1, PROBE_STEPS, True)
+            probes += 1
+        ran += choice.hold_steps
+        session = session.after_steps(ROWS, choice.hold_steps)
+    assert 15 <= ran / probes <= 30
+
+
+def test_no_probe_where_even_good_acceptance_would_not_pay() -> None:
+    """Where a draft doubles the step, 1.9 tokens at best do not pay, and none is tried."""
+    stats = known(0.1)
+    slow = {
+        name: sums._replace(
+            values=(sums.values[0], 2.2 * sums.values[1], *sums.values[2:6], *sums.values[6:])
+        )
+        if name.startswith("model_guided/time/") and not name.endswith("/0")
+        else sums
+        for name, sums in stats.own.items()
+    }
+    patient = Memory(since_draft=1e6)
+    answers = choices(stats._replace(own=slow), AT, Session(0, {0: patient}))
+    assert {answer.gamma for answer in answers} == {0}
+
+
+def test_it_comes_back_from_gamma_0_when_drafts_begin_to_be_accepted() -> None:
+    """Hostile prompts for long, then friendly ones: within 300 steps it speculates again."""
+    made, rng, stats, session = policy(), random.Random(3), known(0.1), Session()
+    ran = 0
+    while ran < 300:
+        choice, session = made.select(AT, stats, session, rng)
+        steps, gamma = choice.hold_steps, choice.gamma
+        reached = (ROWS * steps,) * gamma
+        emitted = ROWS * steps * (1 + gamma)
+        outcome = Outcome(
+            steps,
+            steps,
+            STEP_MS[gamma] * 1000 * steps,
+            emitted,
+            ROWS * steps,
+            emitted,
+            reached=reached,
+            accepted=reached,
+        )
+        stats = stats.plus(made.update(stats, AT, gamma, outcome))
+        session = session.after_steps(ROWS, steps)
+        ran += steps
+    assert choice.exploit_gamma == 2
+
+
+def test_a_foreign_memory_that_is_not_ours_counts_as_none() -> None:
+    """Numbers out of range or too few are dropped; ours are kept."""
+    made = policy()
+    for numbers in ((), (1.0,), (-1.0, 0.0, 0.0), (1e12, 0.0, 0.0)):
+        session = Session(0, {0: numbers}, foreign=True)
+        _, after = made.select(AT, known(0.1), session, random.Random(0))
+        assert after.numbers[0][0] <= 1e9
+    kept = Session(0, {0: (3.0, 100.0, 2.0)}, foreign=True)
+    assert made.select(AT, known(0.1), kept, random.Random(0))[1].numbers[0] == (3.0, 100.0, 2.0)
