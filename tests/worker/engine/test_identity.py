@@ -33,7 +33,7 @@ def test_every_gamma_gives_the_same_answer(draft: Kind, temperature: float) -> N
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("draft", [*DRAFTS, None])
 def test_random_mix(draft: Kind | None, depth: int) -> None:
-    """Random gammas, arrivals, aborts, shared prefixes, a tight pool, a tail that moves."""
+    """Random gammas, extra drafts, arrivals, aborts, shared prefixes, a tight pool that moves."""
     totals = {"preemptions": 0, "cached": 0, "accepted": 0, "expansions": 0, "moved": 0}
     for seed in range(12):
         rng = random.Random(f"{seed} {draft} {depth}")
@@ -64,6 +64,7 @@ class Mix:
             self.target,
             self.draft,
             gamma=lambda: rng.choice([0, 0, 1, 2, 3, 4, 5, 8]),
+            extra=lambda: rng.choice([0, 0, 1, 2, 3]),
             num_base_blocks=num_base,
             num_extra_blocks=num_extra,
             max_num_seqs=rng.randint(3, 6),

@@ -110,6 +110,46 @@ def test_mixed_batches(
             assert usage.num_accepted_tokens == usage.num_draft_tokens
 
 
+@pytest.mark.parametrize("name", ["target", "noisy"])
+def test_extra_drafts_change_no_answer(
+    build: Callable[..., Models], folders: Callable[[str], Path], name: str
+) -> None:
+    """0 to 3 extra drafts, 1 to 8 rows with caps of their own: what plain decoding says."""
+    models = build(folders("target"), folders(name))
+    rng = random.Random(f"extra {name}")
+    requests: Requests = {
+        request_id: (
+            prompt(rng, rng.randint(1, 20), VOCAB_SIZE),
+            params(
+                temperature=[0.0, 0.8, 1.0][request_id % 3],
+                top_p=rng.choice([1.0, 0.9]),
+                seed=rng.getrandbits(63),
+                max_tokens=rng.randint(10, 30),
+                max_gamma=[None, 1, None, 4, None, 0, 2, None][request_id],
+            ),
+        )
+        for request_id in range(8)
+    }
+    expected = {n: answer(models, *request) for n, request in requests.items()}
+    num_dropped = 0
+    for extra in range(4):
+        for num_rows in (1, 2, 5, 8) if extra else (8,):
+            rig = rig_for(models, gamma=2, extra=extra, prefix_cache=False)
+            for request_id in range(num_rows):
+                rig.submit(request_id, *requests[request_id])
+            rig.run()
+            assert {n: rig.tokens(n) for n in range(num_rows)} == dict(
+                list(expected.items())[:num_rows]
+            )
+            for done in rig.done:
+                num_made = sum(row.gamma for row in done.plan.rows)
+                num_verified = sum(result.num_drafts for result in done.rows)
+                num_drafting = sum(1 for row in done.plan.rows if row.gamma)
+                assert num_verified == min(num_made, done.plan.gamma * num_drafting)
+                num_dropped += num_made - num_verified
+    assert num_dropped > 50
+
+
 def test_the_tail_comes_and_goes(
     build: Callable[..., Models], folders: Callable[[str], Path]
 ) -> None:

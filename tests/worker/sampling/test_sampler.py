@@ -10,7 +10,7 @@ import torch
 from chi_square import p_value
 
 from worker.messages import SamplingParams
-from worker.sampling import noise, sample
+from worker.sampling import log_probabilities, noise, sample
 
 ALPHA = 1e-4
 
@@ -239,3 +239,27 @@ def test_refuses_misuse() -> None:
     with pytest.raises(ValueError, match="as many"):
         sample(torch.zeros(2, 5), [params()], [0])
     assert sample(torch.zeros(0, 5), [], []) == []
+
+
+@pytest.mark.parametrize("fields", GRID)
+def test_log_probabilities_are_those_of_what_was_sampled_from(fields: dict[str, float]) -> None:
+    """The chosen token's log p after processors, at most 0; of greedy rows, the softmax's."""
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy(rng.normal(0, 4, (40, 1000)).astype(np.float32))
+    before = logits.clone()
+    p = params(**fields)
+    chosen = sample(logits, [p] * 40, range(40))
+    found = log_probabilities(logits, [p] * 40, chosen)
+    assert torch.equal(logits, before)
+    plain = params() if p.temperature == 0 or p.top_k == 1 else p
+    for row, token_id, log_p in zip(logits.numpy(), chosen, found, strict=True):
+        assert log_p <= 0
+        assert log_p == pytest.approx(math.log(plain_probabilities(row, plain)[token_id]), abs=2e-5)
+
+
+def test_rows_that_chose_nothing_are_as_unlikely_as_can_be() -> None:
+    """Where logits are no numbers there is no token, and its log-probability is -inf."""
+    logits = torch.tensor([[float("nan"), 1.0], [0.0, 0.0]])
+    chosen = sample(logits, [params(temperature=0.0)] * 2, [0, 0])
+    found = log_probabilities(logits, [params(temperature=0.0)] * 2, chosen)
+    assert found == [-math.inf, pytest.approx(math.log(0.5))]
