@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from nightjar.buckets import BucketGrid
 from nightjar.errors import InvalidRequest
-from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.context import Context, Outcome
 from planner_service.session import Session
 from planner_service.sums import Stats, observe
 
 ParameterValue = int | float | str
 MAX_VALUE_CHARACTERS = 64
+MAX_TEXT_CHARACTERS = 1024  # in a parameter of kind "text"
 
 
 class Choice(NamedTuple):
@@ -58,18 +60,22 @@ class Parameter:
     """One parameter of a policy: its type, default, range and meaning."""
 
     name: str
-    kind: Literal["int", "float", "choice"]
+    kind: Literal["int", "float", "choice", "text"]
     default: ParameterValue
     help: str
     minimum: float = -math.inf
     maximum: float = math.inf
     choices: tuple[str, ...] = ()
+    problem: Callable[[str], str] = lambda text: ""  # what is wrong with a text, in words
+    form: str = "text"  # words for what texts it takes
 
     @property
     def allowed(self) -> str:
         """Words for what values it takes."""
         if self.kind == "choice":
             return "one of " + ", ".join(self.choices)
+        if self.kind == "text":
+            return self.form
         kind = "a whole number" if self.kind == "int" else "a number"
         return f"{kind} in [{self.minimum:g}, {self.maximum:g}]"
 
@@ -80,6 +86,14 @@ class Parameter:
             InvalidRequest: It has the wrong type or lies outside the range.
         """
         field = f"parameters.{self.name}"
+        if self.kind == "text":
+            if len(text) > MAX_TEXT_CHARACTERS:
+                raise InvalidRequest(
+                    field, f"at most {MAX_TEXT_CHARACTERS} characters, got {len(text)}"
+                )
+            if problem := self.problem(text):
+                raise InvalidRequest(field, f"must be {self.form}: {problem}")
+            return text
         if len(text) <= MAX_VALUE_CHARACTERS:
             if self.kind == "choice" and text in self.choices:
                 return text
@@ -122,6 +136,11 @@ class PolicySpec:
         values = {n: p.parse(given[n]) if n in given else p.default for n, p in known.items()}
         return self.make(values), {name: str(value) for name, value in values.items()}
 
+    @contextmanager
+    def on_trial(self, given: Mapping[str, str]) -> Iterator[tuple[Policy, dict[str, str]]]:
+        """The same, only to be tried out while the block lasts."""
+        yield self.build(given)
+
 
 Registry = Mapping[str, PolicySpec]
 
@@ -137,9 +156,9 @@ def check_choice(choice: Choice, context: Context) -> str:
             return f"{name} {value!r} is not a whole number in [{low}, {high}]"
     if not 0 < choice.propensity <= 1:
         return f"propensity {choice.propensity!r} does not lie in (0, 1]"
-    extra = choice.num_extra_drafts
-    if extra != 0 and (type(extra) is not int or not 0 < extra <= MAX_GAMMA):
-        return f"num_extra_drafts {extra!r} is not a whole number in [0, {MAX_GAMMA}]"
+    extra, most = choice.num_extra_drafts, context.largest_gamma - choice.gamma
+    if type(extra) is not int or not 0 <= extra <= most:
+        return f"num_extra_drafts {extra!r} is not a whole number in [0, {most}]"
     return ""
 
 
