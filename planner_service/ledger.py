@@ -1,7 +1,8 @@
 """What this replica knows of each group of sums, and what of it the store does not have yet.
 
     total = snapshot (as last read from the store, or confirmed by it)
-          + lost     (was in the store, is no longer; kept here so that decisions do not forget)
+          + lost     (not in the store and never to be: it lost this, refused it, or was away too
+                      long; kept here so that decisions do not forget)
           + flight   (sent under a number, not confirmed; sent again unchanged until it is)
           + pending  (learned since)
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from planner_service.sums import NOTHING, ArmSums, Stats, Totals
 
-# Entries over all groups; what is learned beyond it stays in memory only.
+# Entries on their way over all groups; what is learned beyond it stays in memory only.
 MAX_PENDING_ARMS = 65_536
 
 
@@ -30,7 +31,8 @@ class _Group:
     pending_since: float | None = None
     flight_since: float | None = None
     number: int = 0  # of the flush in flight, or the last
-    revision: int = -1  # of the store's sums that `snapshot` equals; -1 until they are read
+    # Of the store's sums, at least: what it counts more, others wrote. -1 until they are read.
+    revision: int = -1
     prior_steps: float = 0  # found in the store when it was first read
 
 
@@ -72,6 +74,7 @@ class Ledger:
         new += sum(1 for name in learned.own if name not in before.own)
         new += sum(1 for name in learned.latest if name not in before.latest)
         if self._num_pending_arms + new > self._max_pending_arms:
+            group.lost = group.lost.plus(learned)
             self.num_dropped += 1
             return
         self._num_pending_arms += new
@@ -97,16 +100,20 @@ class Ledger:
         return list(self._groups)
 
     def revision(self, key: str) -> int:
-        """Revision of the store's sums that this ledger has seen."""
-        return self._groups[key].revision
+        """Revision that the store's sums have, as far as this ledger knows; -1: it never read."""
+        group = self._groups.get(key)
+        return group.revision if group else -1
 
     def in_flight(self, key: str) -> bool:
         """Whether a flush was sent and not confirmed."""
-        return self._groups[key].flight is not None
+        group = self._groups.get(key)
+        return group is not None and group.flight is not None
 
     def depart(self, key: str) -> tuple[int, Stats] | None:
         """The flush to send now, with its number; None if the store lacks nothing."""
-        group = self._groups[key]
+        group = self._groups.get(key)
+        if group is None:
+            return None
         if group.flight is None:
             if group.pending is NOTHING:
                 return None
@@ -117,16 +124,14 @@ class Ledger:
             self._num_pending_arms -= _num_arms(group.flight)
         return group.number, group.flight
 
-    def confirm(self, key: str, revision: int) -> bool:
-        """The store has the flight; returns whether somebody else wrote there too."""
+    def confirm(self, key: str) -> None:
+        """The store has the flight, and counted a revision for it."""
         group = self._groups[key]
         assert group.flight is not None
         group.snapshot = group.snapshot.plus(group.flight)
         group.flight, group.flight_since = None, None
-        others = revision != group.revision + 1
-        if not others:
-            group.revision = revision
-        return others
+        if group.revision >= 0:
+            group.revision += 1
 
     def drop_flight(self, key: str) -> None:
         """The store will never take the flight: it is known here only, and counted."""
@@ -139,9 +144,12 @@ class Ledger:
     def adopt(self, key: str, stored: Stats, revision: int) -> bool:
         """Take over what the store holds; returns whether it holds less than it did.
 
-        Only between flights: with one under way it would be unknown whether it is in there.
+        Only between flights: with one under way it would be unknown whether it is in there. A
+        group that was forgotten in the meantime stays forgotten.
         """
-        group = self._groups[key]
+        group = self._groups.get(key)
+        if group is None:
+            return False
         assert group.flight is None
         shrunk = revision < group.revision
         if shrunk:

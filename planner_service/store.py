@@ -96,7 +96,7 @@ if revision ~= tonumber(ARGV[1]) then
   return 0
 end
 redis.call('HSET', KEYS[1], 'book', ARGV[2], 'revision', revision + 1)
-redis.call('PUBLISH', ARGV[3], revision + 1)
+redis.pcall('PUBLISH', ARGV[3], revision + 1)
 return 1
 """
 
@@ -237,15 +237,27 @@ class RedisStore:
         await _await(self._client.sadd(PROFILES, group))
 
     async def hints(self) -> AsyncIterator[None]:
-        """Yield whenever another process says that it changed the versions, until it fails."""
+        """Yield once it listens, and whenever another process says that it changed the versions.
+
+        Raises:
+            StoreError: The subscription is broken, or silent: then it is pinged, since a path
+                that drops packets looks like one on which nothing happens.
+        """
         async with self._client.pubsub() as pubsub:
             await pubsub.subscribe(CHANGED)
+            yield
+            pinged = False
             while True:
-                message = await pubsub.get_message(
-                    ignore_subscribe_messages=True, timeout=HINT_WAIT_S
-                )
+                message = await pubsub.get_message(timeout=HINT_WAIT_S)
                 if message is not None:
-                    yield
+                    pinged = False
+                    if message["type"] == "message":
+                        yield
+                elif pinged:
+                    raise redis.ConnectionError("the subscription is silent")
+                else:
+                    await pubsub.ping()
+                    pinged = True
 
 
 def _whole(text: str | None) -> int:

@@ -197,19 +197,23 @@ def observe(context: Context, gamma: int, outcome: Outcome) -> Stats:
     return Stats(buckets, totals, outcome.reached, outcome.accepted, own)
 
 
-def from_fields(fields: Iterable[tuple[str, str]]) -> tuple[Stats, int]:
-    """Read sums back; returns them and how many fields were not understood."""
-    buckets: dict[int, dict[int, dict[str, float]]] = {}
-    totals: dict[str, float] = {}
-    positions = {"reached": [0.0] * MAX_GAMMA, "accepted": [0.0] * MAX_GAMMA}
-    own: dict[str, OwnSums] = {}
-    latest: dict[str, tuple[float, ...]] = {}
-    num_unknown = 0
-    for name, text in fields:
+class FieldReader:
+    """Reads sums back, field by field; `num_unknown` counts those that were not understood."""
+
+    def __init__(self) -> None:
+        self.num_unknown = 0
+        self._buckets: dict[int, dict[int, dict[str, float]]] = {}
+        self._totals: dict[str, float] = {}
+        self._positions = {"reached": [0.0] * MAX_GAMMA, "accepted": [0.0] * MAX_GAMMA}
+        self._own: dict[str, OwnSums] = {}
+        self._latest: dict[str, tuple[float, ...]] = {}
+
+    def take(self, name: str, text: str) -> None:
+        """Read one field."""
         numbers = numbers_of(text)
         if not numbers or len(name) > 2 * MAX_NAME_CHARACTERS:
-            num_unknown += 1
-            continue
+            self.num_unknown += 1
+            return
         value = numbers[0]
         match name.split(":", 3):
             case ["arm", bucket, gamma, part] if (
@@ -217,29 +221,40 @@ def from_fields(fields: Iterable[tuple[str, str]]) -> tuple[Stats, int]:
                 and _index(bucket, MAX_BATCH_SIZE)
                 and _index(gamma, MAX_GAMMA)
             ):
-                buckets.setdefault(int(bucket), {}).setdefault(int(gamma), {})[part] = value
+                self._buckets.setdefault(int(bucket), {}).setdefault(int(gamma), {})[part] = value
             case ["total", part] if part in Totals._fields:
-                totals[part] = value
+                self._totals[part] = value
             case ["reached" | "accepted" as kind, i] if _index(i, MAX_GAMMA - 1):
-                positions[kind][int(i)] = value
+                self._positions[kind][int(i)] = value
             case ["own", half_life, *key] if (sums := from_text(half_life, text)) is not None:
-                own[":".join(key)] = sums
+                self._own[":".join(key)] = sums
             case ["latest", *key]:
-                latest[":".join(key)] = tuple(numbers)
+                self._latest[":".join(key)] = tuple(numbers)
             case _:
-                num_unknown += 1
-    arms = {b: {g: ArmSums(**sums) for g, sums in row.items()} for b, row in buckets.items()}
-    # An arm without steps is what a torn record leaves; its means would divide by zero.
-    kept = {b: {g: s for g, s in row.items() if s.steps > 0} for b, row in arms.items()}
-    stats = Stats(
-        kept,
-        Totals(**totals),
-        tuple(positions["reached"]),
-        tuple(positions["accepted"]),
-        own,
-        latest,
-    )
-    return stats, num_unknown
+                self.num_unknown += 1
+
+    def stats(self) -> Stats:
+        """The sums of all fields."""
+        arms = {
+            b: {g: ArmSums(**sums) for g, sums in row.items()} for b, row in self._buckets.items()
+        }
+        return Stats(
+            # An arm without steps is what a torn record leaves; its means would divide by zero.
+            {b: {g: s for g, s in row.items() if s.steps > 0} for b, row in arms.items()},
+            Totals(**self._totals),
+            tuple(self._positions["reached"]),
+            tuple(self._positions["accepted"]),
+            self._own,
+            self._latest,
+        )
+
+
+def from_fields(fields: Iterable[tuple[str, str]]) -> tuple[Stats, int]:
+    """Read sums back; returns them and how many fields were not understood."""
+    reader = FieldReader()
+    for name, text in fields:
+        reader.take(name, text)
+    return reader.stats(), reader.num_unknown
 
 
 def _index(text: str, most: int) -> bool:

@@ -16,7 +16,7 @@ from nightjar.errors import InvalidRequest, NightjarError, Unavailable
 from planner_service.context import Profile
 from planner_service.planner import MAX_PROFILES, Planner
 from planner_service.store import RedisStore, Refused, StoreError
-from planner_service.sums import from_fields
+from planner_service.sums import FieldReader
 from planner_service.versions import Book, Change, from_json, to_json
 
 FLUSH_INTERVAL_S = 0.25
@@ -26,6 +26,7 @@ MAX_BACKOFF_S = 2.0
 CHANGE_TIMEOUT_S = 1.0
 LAST_FLUSH_TIMEOUT_S = 2.0
 MAX_PENDING_CHANGES = 64
+FIELDS_PER_TURN = 256
 
 
 class Sync:
@@ -89,7 +90,10 @@ class Sync:
                 if self.connected and not was_connected:
                     await self._attempt(self._read_everything)
                 was_connected = self.connected
+                num_known = len(self._known_profiles)
                 await self._attempt(self._flush)
+                if len(self._known_profiles) > num_known:
+                    next_merge = 0.0  # a profile that is new here may be known to others
                 if self._clock() >= next_book:
                     await self._attempt(self._sync_book)
                     next_book = self._clock() + BOOK_INTERVAL_S
@@ -131,10 +135,10 @@ class Sync:
         else:
             self._use(change(self._planner.book))
 
-    def withdraw(self, version_id: str) -> None:
+    def withdraw(self, version_id: str, because: str, at_ms: int) -> None:
         """Have a failed version withdrawn for all replicas; here it already is."""
         if self._store is not None:
-            self._changes.append(lambda book: book.withdraw(version_id))
+            self._changes.append(lambda book: book.withdraw(version_id, because, at_ms))
             self._wake.set()
         # Not now: whoever found the fault is in the middle of a decision.
         asyncio.get_running_loop().call_soon(self.on_book)
@@ -161,15 +165,14 @@ class Sync:
                 continue
             number, sums = departing
             try:
-                revision = await self._store.flush(key, number, sums.fields())
+                await self._store.flush(key, number, sums.fields())
             except Refused as error:
                 ledger.drop_flight(key)
                 log.get().error(
                     "the store refused sums; they stay in memory", group=key, reason=str(error)
                 )
                 continue
-            if ledger.confirm(key, revision):
-                await self._read(key)
+            ledger.confirm(key)
         self._here()
 
     async def _merge(self) -> None:
@@ -185,10 +188,15 @@ class Sync:
     async def _read(self, key: str) -> None:
         assert self._store is not None
         fields, revision = await self._store.read(key)
-        stats, num_unknown = from_fields(fields.items())
-        if num_unknown:
+        reader = FieldReader()
+        for i, (name, text) in enumerate(fields.items()):
+            reader.take(name, text)
+            if i % FIELDS_PER_TURN == FIELDS_PER_TURN - 1:
+                await asyncio.sleep(0)  # decisions go on while thousands of fields are read
+        stats = reader.stats()
+        if reader.num_unknown:
             log.get().warning(
-                "the store holds sums that are not ours", group=key, fields=num_unknown
+                "the store holds sums that are not ours", group=key, fields=reader.num_unknown
             )
         if self._planner.ledger.adopt(key, stats, revision):
             self._known_profiles.clear()  # they may be lost too

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from planner_service.context import Context, Outcome
 from planner_service.ledger import Ledger
+from planner_service.own_sums import OwnSums
 from planner_service.sums import NOTHING, Stats, from_fields, observe
 
 
@@ -24,12 +25,11 @@ class FakeStore:
         self.sums, self.revision = NOTHING, 0
         self.last: dict[str, int] = {}
 
-    def flush(self, who: str, number: int, learned: Stats) -> int:
+    def flush(self, who: str, number: int, learned: Stats) -> None:
         """Apply a flush unless it was."""
         if number > self.last.get(who, 0):
             self.last[who] = number
             self.sums, self.revision = self.sums.plus(learned), self.revision + 1
-        return self.revision
 
 
 @given(st.integers(0, 2**32))
@@ -46,17 +46,17 @@ def test_replicas_and_store_agree_whatever_replies_are_lost(seed: int) -> None:
             taught += number
             ledger.add("g", steps(number), turn)
             continue
-        if (departing := ledger.depart("g")) is not None:
-            arrives, answered = rng.random() < 0.8, rng.random() < 0.7
-            revision = store.flush(name, *departing) if arrives else 0
-            if not (arrives and answered):
-                continue
-            if ledger.confirm("g", revision):
-                assert not ledger.adopt("g", store.sums, store.revision)
+        if (departing := ledger.depart("g")) is not None and rng.random() < 0.8:
+            store.flush(name, *departing)
+            if rng.random() < 0.7:
+                ledger.confirm("g")
+        if not ledger.in_flight("g") and rng.random() < 0.5:
+            assert not ledger.adopt("g", store.sums, store.revision)
     for _ in range(2):
         for name, ledger in ledgers.items():
             while (departing := ledger.depart("g")) is not None:
-                ledger.confirm("g", store.flush(name, *departing))
+                store.flush(name, *departing)
+                ledger.confirm("g")
             assert not ledger.adopt("g", store.sums, store.revision)
     totals = {ledger.total("g").totals.steps for ledger in ledgers.values()}
     assert totals == {store.sums.totals.steps} == {taught}
@@ -82,7 +82,8 @@ def test_a_group_that_was_forgotten_is_not_taken_for_a_replay() -> None:
         ledger.add("g", steps(5), turn)
         departing = ledger.depart("g")
         assert departing is not None
-        ledger.confirm("g", store.flush("me", *departing))
+        store.flush("me", *departing)
+        ledger.confirm("g")
         assert ledger.forget("g")
     assert store.sums.totals.steps == 15
 
@@ -95,7 +96,8 @@ def test_what_the_store_held_at_first_is_prior() -> None:
     ledger.add("g", steps(5), 0.0)
     departing = ledger.depart("g")
     assert departing is not None
-    assert ledger.confirm("g", store.flush("me", *departing))  # others wrote there
+    store.flush("me", *departing)
+    ledger.confirm("g")
     ledger.adopt("g", store.sums, store.revision)
     assert (ledger.prior_steps("g"), ledger.total("g").totals.steps) == (100, 105)
     store.flush("other", 2, steps(50))
@@ -115,11 +117,42 @@ def test_pending_sums_are_bounded_and_drops_counted() -> None:
     ledger.add("g", steps(1), 0.0)
     assert ledger.num_dropped == 2
     assert len(ledger.total("g").buckets) == 5
+    ledger.adopt("g", NOTHING, 0)
+    assert len(ledger.total("g").buckets) == 5
     departing = ledger.depart("g")
     assert departing is not None
     assert sorted(departing[1].buckets) == [1, 2, 3]
     ledger.add("g", observe(Context(9), 0, Outcome(1, 1, 1, 1, 1, 1)), 0.0)
     assert ledger.num_dropped == 2
+
+
+def test_a_policys_own_sums_are_bounded_too() -> None:
+    """On their way they count as arms do: by name, whatever they hold."""
+    ledger = Ledger(stored=True, max_pending_arms=3)
+    for i in range(5):
+        ledger.add("g", Stats(own={f"p/{i}": OwnSums((1.0,))}, latest={"p/q": (float(i),)}), 0.0)
+    assert ledger.num_dropped == 3
+    assert len(ledger.total("g").own) == 5
+    departing = ledger.depart("g")
+    assert departing is not None
+    assert (list(departing[1].own), departing[1].latest) == (["p/0", "p/1"], {"p/q": (1.0,)})
+
+
+def test_a_flush_that_the_store_confirmed_and_then_lost_is_noticed() -> None:
+    """After a failover its revision is below what was confirmed, though others wrote since."""
+    ledger, store = Ledger(stored=True), FakeStore()
+    ledger.track(["g"])
+    ledger.adopt("g", NOTHING, 0)
+    ledger.add("g", steps(5), 0.0)
+    assert ledger.depart("g") is not None
+    ledger.confirm("g")  # by a master that is gone
+    ledger.add("g", steps(3), 0.0)
+    departing = ledger.depart("g")
+    assert departing is not None
+    store.flush("me", *departing)
+    ledger.confirm("g")
+    assert ledger.adopt("g", store.sums, store.revision)
+    assert ledger.total("g").totals.steps == 8
 
 
 def test_refused_sums_stay_in_memory() -> None:

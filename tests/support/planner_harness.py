@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
+import redis
+from processes import Command
 
 from nightjar.rpc import dial
 from nightjar.v1 import planner_pb2 as pb
@@ -37,7 +41,9 @@ async def running_planner(
     """A stub of a planner that serves in this event loop, on a unix socket."""
     with tempfile.TemporaryDirectory(prefix="nj-planner-") as folder:
         address = f"unix:{Path(folder) / 's'}"
-        config = PlannerConfig(listen=address, **{"drain_timeout_s": 1.0, **settings})
+        config = PlannerConfig(
+            listen=address, **{"drain_timeout_s": 1.0, "probe_share": 0, **settings}
+        )
         serving = asyncio.create_task(serve(config, registry))
         try:
             async with dial(address) as channel:
@@ -71,10 +77,16 @@ async def comes_true(holds: Callable[[], Awaitable[Any]], timeout_s: float = 20)
 class Worker:
     """One Plan stream."""
 
-    def __init__(self, stub: Any, name: str = "worker-1", max_batch_size: int = 16) -> None:
+    def __init__(
+        self,
+        stub: Any,
+        name: str = "worker-1",
+        max_batch_size: int = 16,
+        profile: pb.Profile = PROFILE,
+    ) -> None:
         self.stream: grpc.aio.StreamStreamCall[Any, Any] = stub.Plan()
         self._hello = pb.PlanHello(
-            worker_id=name, profile=PROFILE, max_gamma=5, max_batch_size=max_batch_size
+            worker_id=name, profile=profile, max_gamma=5, max_batch_size=max_batch_size
         )
         self.decision = pb.Decision()
 
@@ -141,3 +153,83 @@ def report(gamma: int = 0, batch_size: int = 1, steps: int = 1, **fields: Any) -
         "accepted": [rows // 2] * gamma,
     }
     return pb.StepReport(**{**values, **fields})
+
+
+@contextlib.contextmanager
+def planner(
+    store: str, *flags: str, argv: Sequence[str] = ("-m", "nightjar", "planner")
+) -> Iterator[tuple[Command, str]]:
+    """A planner process and its address."""
+    with Command(*argv, "--store", store, *flags) as command:
+        command.shows("listening on ")
+        yield command, command.stdout.split("listening on ")[1].split()[0]
+
+
+async def state(stub: Any) -> pb.GetPolicyStateResponse:
+    """What the planner says about itself."""
+    answer: pb.GetPolicyStateResponse = await stub.GetPolicyState(pb.GetPolicyStateRequest())
+    return answer
+
+
+async def num_steps(stub: Any) -> int:
+    """Steps that taught the only profile; 0 if there is none."""
+    return sum(known.num_steps for known in (await state(stub)).profiles)
+
+
+async def stored(stub: Any, steps: int) -> None:
+    """Wait until all these steps are known and in the store."""
+
+    async def holds() -> bool:
+        answer = await state(stub)
+        known = sum(profile.num_steps for profile in answer.profiles)
+        return known == steps and answer.store_connected and answer.store_lag_ms == 0
+
+    await comes_true(holds)
+
+
+def in_store(url: str) -> int:
+    """Steps that the store holds, over all profiles."""
+    with redis.Redis.from_url(url, decode_responses=True) as raw:
+        keys = list(raw.scan_iter("nightjar:*:sums"))
+        return sum(round(float(raw.hget(key, "total:steps") or 0)) for key in keys)
+
+
+class Chatter:
+    """A worker that reports and asks all the time, with how long each answer took."""
+
+    def __init__(self, stub: Any, name: str = "chatter") -> None:
+        self._worker = Worker(stub, name)
+        self._enough = False
+        self.taught: list[tuple[float, int]] = []  # when, and steps so far
+        self.times_s: list[float] = []
+
+    @property
+    def num_taught(self) -> int:
+        """Steps that were reported."""
+        return self.taught[-1][1] if self.taught else 0
+
+    async def _chat(self) -> None:
+        await self._worker.ask(2, hello=True)
+        while not self._enough:
+            started = time.monotonic()
+            await self._worker.ask(2, report(1, 2, 3))
+            ended = time.monotonic()
+            self.times_s.append(ended - started)
+            self.taught.append((ended, self.num_taught + 3))
+            await asyncio.sleep(0.004)
+
+    @contextlib.asynccontextmanager
+    async def chatting(self) -> AsyncIterator[Chatter]:
+        """Chat for the time of a block; no answer may have waited for the store.
+
+        The store's time-outs are a second and more. A planner or a stream that fails raises.
+        """
+        task = asyncio.create_task(self._chat())
+        try:
+            yield self
+        finally:
+            self._enough = True
+            await task
+        assert len(self.times_s) > 10
+        assert statistics.median(self.times_s) < 0.02
+        assert max(self.times_s) < 0.8

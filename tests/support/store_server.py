@@ -34,8 +34,13 @@ class StoreServer:
         self.url = f"unix://{self.folder / 's'}"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start the server and wait until it answers.
+    @property
+    def path(self) -> str:
+        """The unix socket."""
+        return str(self.folder / "s")
+
+    def start(self, *, wait: bool = True, **more: str) -> None:
+        """Start the server, with more settings if wished, and wait until it answers.
 
         Raises:
             RuntimeError: It ended, or did not answer within 10 seconds.
@@ -47,13 +52,14 @@ class StoreServer:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "save": "",
+            **{name.replace("_", "-"): value for name, value in more.items()},
         }
         argv = [sys.executable, "-ISc", _DIE_WITH_PARENT, str(get_binary_path())]
         argv += [word for key, value in settings.items() for word in (f"--{key}", value)]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + 10
-        while not self._answers():
+        while wait and not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"no store: {(self.folder / 'log').read_text()[-2000:]}")
             time.sleep(0.005)
