@@ -64,6 +64,9 @@ class ShareGptLike:
         return prompts.astype(int).tolist(), outputs.astype(int).tolist()
 
 
+SHARE_GPT_LIKE = ShareGptLike()
+
+
 class FixedLengths:
     """The same lengths for all requests."""
 
@@ -106,10 +109,8 @@ class Arrivals:
 
     kind: Kind = "closed"
     rows: int = 64  # closed: requests that are there at any time
-    rate: float = (
-        10.0  # poisson: requests per second; patterns: factor on their rates; azure: on time
-    )
-    lengths: Lengths = ShareGptLike()
+    rate: float = 10.0  # poisson: requests per second; others: factor on the pattern's speed
+    lengths: Lengths = SHARE_GPT_LIKE
     trace: tuple[float, ...] = ()  # azure: seconds from the first request
 
     def requests(self, rng: np.random.Generator) -> Iterator[Request]:
@@ -149,19 +150,20 @@ def read_trace(path: str) -> tuple[TraceLengths, tuple[float, ...]]:
     times: list[float] = []
     prompts: list[int] = []
     outputs: list[int] = []
-    line = 1
+    line = 0
     try:
         with Path(path).open(newline="") as file:
             rows = csv.reader(file)
             header = next(rows, [])
             if header != ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]:
                 raise ValueError("the header must be TIMESTAMP,ContextTokens,GeneratedTokens")
-            for line, (at, prompt, output) in enumerate(rows, 2):
+            for at, prompt, output in rows:
+                line = rows.line_num
                 times.append(datetime.fromisoformat(at[:26]).timestamp())
                 prompts.append(_tokens(prompt))
                 outputs.append(_tokens(output))
     except (OSError, ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trace {path}: line {line}: {error}") from None
+        raise ConfigError(f"trace {path}: after line {line}: {error}") from None
     if not times:
         raise ConfigError(f"trace {path}: holds no requests")
     order = sorted(range(len(times)), key=times.__getitem__)

@@ -102,9 +102,12 @@ class _Sums:
             self.accepted[i] += count
 
     def outcome(self) -> Outcome:
+        n = self.numbers
         num = next((i for i, count in enumerate(self.reached) if not count), MAX_GAMMA)
-        positions = tuple(self.reached[:num]), tuple(self.accepted[:num])
-        return Outcome(*self.numbers[:10], *positions, self.numbers[10])
+        reached, accepted = tuple(self.reached[:num]), tuple(self.accepted[:num])
+        return Outcome(
+            n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], reached, accepted, n[10]
+        )
 
 
 class Planned:

@@ -1,4 +1,4 @@
-"""The decode rows of a simulated worker as columns, oldest first, so that a step loops over none."""
+"""The decode rows of a simulated worker, as columns: a step loops over none of them."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Rows:
         self.sum_stale += stale
         self.max_stale = max(self.max_stale, stale)
 
-    def remove(self, index: NDArray[np.intp] | list[int]) -> list[Request]:
+    def remove(self, index: NDArray[np.intp]) -> list[Request]:
         """Take rows away; their requests know what they emitted."""
-        gone = [self.requests[i] for i in index]
+        gone = [self.requests[i] for i in index.tolist()]
         for request, i in zip(gone, index, strict=True):
             request.num_emitted = request.num_output_tokens - int(self.left[i])
         n = len(self.requests)
@@ -148,12 +148,11 @@ class Rows:
         lost: Floats = (self.chances[:gamma, short] * ~counts).sum(axis=1)
         return self.sums[:gamma] - lost
 
-    def emit(self, accepted: Ints, ready: NDArray[np.bool_] | None) -> int:
-        """Rows emit what they accepted and one token more; returns the tokens."""
+    def emit(self, accepted: Ints, ready: NDArray[np.bool_] | None) -> None:
+        """Rows emit what they accepted and one token more; those not ready fall behind by it."""
         emitted = accepted + 1
         self.left -= emitted
-        num_emitted = int(emitted.sum())
-        self.num_kv_tokens += num_emitted
+        self.num_kv_tokens += int(emitted.sum())
         if ready is not None:
             self.stale_emitted += ~ready
             self.measure_staleness()
@@ -161,7 +160,6 @@ class Rows:
             self.measure_staleness()
         self.least_left = int(self.left.min())
         self.most_left = int(self.left.max())
-        return num_emitted
 
     def ended(self) -> NDArray[np.intp] | None:
         """Rows that have emitted all of their tokens; None if none has."""

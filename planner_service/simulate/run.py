@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,9 +15,11 @@ from planner_service.simulate.acceptance import Acceptance, stationary
 from planner_service.simulate.arrivals import Arrivals
 from planner_service.simulate.clairvoyant import Clairvoyant, optimum
 from planner_service.simulate.cost import CostTable
+from planner_service.simulate.intake import Intake
 from planner_service.simulate.link import Chooser, Planned
 from planner_service.simulate.noise import Noise
-from planner_service.simulate.worker import Trace, Worker
+from planner_service.simulate.rows import Rows
+from planner_service.simulate.worker import StepRecord, Worker
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -145,20 +148,29 @@ def simulate(policy: Policy | None, scenario: Scenario, seed: int, num_steps: in
         chooser = Planned(
             policy, seed=seed, clock=clock, answer_delay_steps=scenario.answer_delay_steps
         )
+    max_rows = min(scenario.max_rows, truth.max_batch_size)
+    rows = Rows(max_rows)
+    intake = Intake(
+        requests=arrivals.requests(np.random.default_rng([seed, 0xA221])),
+        acceptance=scenario.acceptance,
+        noise=noise,
+        rows=rows,
+        closed_rows=arrivals.rows if arrivals.kind == "closed" else 0,
+        max_rows=max_rows,
+        kv_pool_tokens=scenario.kv_pool_tokens,
+        max_row_tokens=max_gamma + 1,
+    )
     worker = Worker(
         truth=truth,
-        acceptance=scenario.acceptance,
-        requests=arrivals.requests(np.random.default_rng([seed, 0xA221])),
-        chooser=chooser,
         noise=noise,
-        closed_rows=arrivals.rows if arrivals.kind == "closed" else 0,
-        max_rows=min(scenario.max_rows, truth.max_batch_size),
-        kv_pool_tokens=scenario.kv_pool_tokens,
+        rows=rows,
+        intake=intake,
+        chooser=chooser,
         max_gamma=max_gamma,
         max_catchup_tokens=scenario.max_catchup_tokens,
     )
     if isinstance(chooser, Clairvoyant):
-        chooser.look_at(worker.rows, truth, arrivals.lengths, max_gamma)
+        chooser.look_at(rows, truth, arrivals.lengths, max_gamma)
     worker.run(num_steps)
     return _result(scenario, seed, truth, worker, max_gamma)
 
@@ -166,44 +178,46 @@ def simulate(policy: Policy | None, scenario: Scenario, seed: int, num_steps: in
 def _result(
     scenario: Scenario, seed: int, truth: CostTable, worker: Worker, max_gamma: int
 ) -> Result:
-    trace: Trace = worker.trace
-    batch_size, num_kv_tokens, gamma = (
-        np.array(column, np.int64)
-        for column in (trace.batch_size, trace.num_kv_tokens, trace.gamma)
-    )
+    intake = worker.intake
+    names = StepRecord._fields
+    values = zip(*worker.steps, strict=True) if worker.steps else [()] * len(names)
+    columns: dict[str, Sequence[Any]] = dict(zip(names, values, strict=True))
+    batch_size = np.array(columns["batch_size"], np.int64)
+    num_kv_tokens = np.array(columns["num_kv_tokens"], np.int64)
+    gamma = np.array(columns["gamma"], np.int64)
+    catch_up_us = np.array(columns["catch_up_us"], float)
+    draft_prefill_us = np.array(columns["draft_prefill_us"], float)
+    given = np.array(columns["expected_emitted"], float)
     steps = np.arange(len(gamma))
     arm_us = truth.steps_us(batch_size, num_kv_tokens)[:, : max_gamma + 1]
-    sums = np.array(trace.sums).reshape(len(gamma), max_gamma)
-    more = np.concatenate([np.zeros((len(gamma), 1)), np.cumsum(sums, axis=1)], axis=1)
-    arm_tokens = batch_size[:, None] + more
+    sums = np.array(columns["sums"], float).reshape(len(gamma), max_gamma)
+    accepted = np.concatenate([np.zeros((len(gamma), 1)), np.cumsum(sums, axis=1)], axis=1)
+    arm_tokens = batch_size[:, None] + accepted
     theta, best = optimum(arm_us, arm_tokens, truth, scenario.arrivals.lengths)
-    given = np.array(trace.expected_emitted)
-    catch_up_us, draft_prefill_us = np.array(trace.catch_up_us), np.array(trace.draft_prefill_us)
-    extra_us = np.array(trace.extra_draft_us)
-    ended = worker.finished
+    other_us = catch_up_us + draft_prefill_us + np.array(columns["extra_draft_us"], float)
     return Result(
         scenario=scenario,
         seed=seed,
         batch_size=batch_size,
         num_kv_tokens=num_kv_tokens,
         gamma=gamma,
-        explored=np.array(trace.explored, bool),
-        seconds=np.array(trace.seconds),
-        num_emitted=np.array(trace.num_emitted, np.int64),
-        expected_us=arm_us[steps, gamma] + catch_up_us + draft_prefill_us + extra_us,
+        explored=np.array(columns["explored"], bool),
+        seconds=np.array(columns["seconds"], float),
+        num_emitted=np.array(columns["num_emitted"], np.int64),
+        expected_us=arm_us[steps, gamma] + other_us,
         expected_tokens=np.where(given < 0, arm_tokens[steps, gamma], given),
         optimal_theta=theta,
         optimal_gamma=best,
         catch_up_us=catch_up_us,
         draft_prefill_us=draft_prefill_us,
-        num_catch_up_tokens=np.array(trace.num_catch_up_tokens, np.int64),
-        sum_stale_tokens=np.array(trace.sum_stale_tokens, np.int64),
+        num_catch_up_tokens=np.array(columns["num_catch_up_tokens"], np.int64),
+        sum_stale_tokens=np.array(columns["sum_stale_tokens"], np.int64),
         arm_us=arm_us,
         arm_tokens=arm_tokens,
-        ttft_s=np.array([r.first_token_at - r.arrived_at for r, _ in ended]),
-        latency_s=np.array([at - r.arrived_at for r, at in ended]),
-        num_finished=len(ended),
-        num_refused=worker.num_refused,
-        num_preempted=worker.num_preempted,
-        num_waiting=len(worker.queue) + len(worker.prefilling),
+        ttft_s=np.array([r.first_token_at - r.arrived_at for r, _ in intake.finished]),
+        latency_s=np.array([end - r.arrived_at for r, end in intake.finished]),
+        num_finished=len(intake.finished),
+        num_refused=intake.num_refused,
+        num_preempted=intake.num_preempted,
+        num_waiting=len(intake.waiting) + len(intake.prefilling),
     )
