@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from nightjar.errors import ConfigError
+from planner_service import evaluate_cli, watch_cli
 from planner_service.admin_client import AdminClient
+from planner_service.cli_lines import history_lines, list_lines, state_lines, version_line
 
 EXAMPLES = """examples:
   nightjar policy list
   nightjar policy activate fixed --param gamma=2
   nightjar policy activate nightjar --param gamma_max=4 --param estimator=mean_of_ratios
+  nightjar policy activate fixed --param gamma=4 --canary 0.1 --min-net-benefit -0.05 --for 60s
   nightjar policy rollback
+  nightjar policy history
   nightjar policy state --json
+  nightjar policy watch --reports
+  nightjar policy evaluate audit.jsonl --policy fixed --param gamma=2
 
 Workers keep their streams and their requests; the next decision is the new version's.
 The planner is --planner, else $NIGHTJAR_PLANNER, else the one that `nightjar up` started."""
@@ -27,21 +32,36 @@ The planner is --planner, else $NIGHTJAR_PLANNER, else the one that `nightjar up
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand; returns the exit status."""
     options = _parser().parse_args(argv)
+    if options.verb == "evaluate":
+        return evaluate_cli.run(options, _parameters(options.param))
+    if options.verb == "watch":
+        return watch_cli.run(options, options.planner or default_address())
     with AdminClient(options.planner or default_address()) as client:
         match options.verb:
             case "list":
                 answer = client.list_policies()
-                lines = _list_lines(answer)
+                lines = list_lines(answer)
             case "activate":
                 parameters = _parameters(options.param)
-                answer = client.activate(options.name, parameters, options.profile, options.worker)
-                lines = [f"active: {_version_line(answer['version'])}"]
+                answer = client.activate(
+                    options.name,
+                    parameters,
+                    options.profile,
+                    options.worker,
+                    canary_share=options.canary,
+                    floor=_floor(options),
+                )
+                lines = [f"active: {version_line(answer['version'])}"]
+            case "history":
+                answer = client.list_policies(options.profile, options.worker)
+                answer.pop("policies", None)
+                lines = history_lines(answer)
             case "rollback":
                 answer = client.rollback(options.profile, options.worker)
-                lines = [f"active again: {_version_line(answer['version'])}"]
+                lines = [f"active again: {version_line(answer['version'])}"]
             case _:
                 answer = client.state(options.profile)
-                lines = _state_lines(answer)
+                lines = state_lines(answer)
     print(json.dumps(answer, indent=2) if options.json else "\n".join(lines))
     return 0
 
@@ -70,9 +90,10 @@ def default_address() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    shared = argparse.ArgumentParser(add_help=False)
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="print the answer as JSON")
+    shared = argparse.ArgumentParser(add_help=False, parents=[as_json])
     shared.add_argument("--planner", default="", metavar="ADDRESS", help="address of the planner")
-    shared.add_argument("--json", action="store_true", help="print the answer as JSON")
     profile = argparse.ArgumentParser(add_help=False)
     profile.add_argument(
         "--profile", default="", metavar="KEY", help="one profile (`policy state` lists them)"
@@ -93,7 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         ("list", [shared], "policies with their parameters, and versions, newest first"),
         ("activate", [shared, scope], "make a version of a policy and use it at once"),
         ("rollback", [shared, scope], "go back to the version before"),
+        ("history", [shared, scope], "versions, newest first, with why they came and went"),
         ("state", [shared, profile], "the version that decides, and what was learned"),
+        ("watch", [shared, profile], watch_cli.SUMMARY),
+        ("evaluate", [as_json, profile], evaluate_cli.SUMMARY),
     ):
         added = verbs.add_parser(
             verb,
@@ -106,6 +130,32 @@ def _parser() -> argparse.ArgumentParser:
         )
         if verb == "activate":
             added.add_argument("name", metavar="NAME", help="policy, as `policy list` shows it")
+            added.add_argument(
+                "--canary",
+                type=_share,
+                default=0.0,
+                metavar="SHARE",
+                help="share of the steps to give it, above 0 and below 1; without it, all",
+            )
+            added.add_argument(
+                "--min-net-benefit",
+                type=float,
+                metavar="SHARE",
+                help="withdraw it by itself when it stays below this, for example -0.05 "
+                "(5 %% slower than plain decoding)",
+            )
+            added.add_argument(
+                "--for",
+                type=_seconds,
+                dest="for_s",
+                metavar="TIME",
+                help="how long it may stay below, for example 60s or 5m",
+            )
+        if verb == "watch":
+            watch_cli.add_arguments(added)
+        if verb == "evaluate":
+            evaluate_cli.add_arguments(added)
+        if verb in ("activate", "evaluate"):
             added.add_argument(
                 "--param", action="append", default=[], metavar="NAME=VALUE", help="may be repeated"
             )
@@ -124,75 +174,26 @@ def _parameters(pairs: Iterable[str]) -> dict[str, str]:
     return parameters
 
 
-def _list_lines(answer: Mapping[str, Any]) -> list[str]:
-    lines = ["POLICIES"]
-    for policy in answer["policies"]:
-        lines.append(f"  {policy['name']:<12} {policy['summary']}")
-        lines += [
-            f"  {'':<12}   {p['name']}={p['default_value']}: {p['description']}"
-            for p in policy["parameters"]
-        ]
-    lines += ["", "VERSIONS, newest first (* decides)"]
-    lines += [
-        f"{'*' if version['active'] else ' '} {_version_line(version)}"
-        for version in answer["versions"]
-    ]
-    return lines
+def _floor(options: argparse.Namespace) -> tuple[float, float] | None:
+    if options.min_net_benefit is None and options.for_s is None:
+        return None
+    if options.min_net_benefit is None or options.for_s is None:
+        raise ConfigError("--min-net-benefit and --for: a floor needs both")
+    return options.min_net_benefit, options.for_s
 
 
-def _version_line(version: Mapping[str, Any]) -> str:
-    parameters = " ".join(f"{k}={v}" for k, v in sorted(version["parameters"].items())) or "-"
-    scope = version.get("scope") or {}
-    where = [f"profile {scope['profile_key']}"] if scope.get("profile_key") else []
-    where += [f"worker {name}" for name in scope.get("worker_ids", [])]
-    line = f"{version['version']:<14} {parameters}  for {', '.join(where) or 'everyone'}"
-    if millis := int(version["activated_at_ms"]):
-        moment = datetime.fromtimestamp(millis / 1000, UTC)
-        line += f"  since {moment:%Y-%m-%d %H:%M:%S} UTC ({version['reason']})"
-    return line
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} does not lie between 0 and 1")
+    return share
 
 
-def _state_lines(answer: Mapping[str, Any]) -> list[str]:
-    lag_s = int(answer["store_lag_ms"]) / 1000
-    store = "answers" if answer["store_connected"] else "none answers; decisions go on from memory"
-    lines = [
-        f"version  {_version_line(answer['version'])}",
-        f"store    {store}; {lag_s:.1f} s behind, {answer['num_dropped_updates']} updates dropped",
-    ]
-    for state in answer["profiles"]:
-        lines += ["", *_profile_lines(state)]
-    if not answer["profiles"]:
-        lines += ["", "no worker has spoken yet"]
-    return lines
-
-
-def _profile_lines(state: Mapping[str, Any]) -> list[str]:
-    profile = state["profile"]
-    drafts = profile["draft"] or "-"
-    rates, elsewhere = (
-        " ".join(f"{rate:.2f}" for rate in state[name]) or "-"
-        for name in ("acceptance_by_position", "prior_acceptance_by_position")
-    )
-    lines = [
-        f"profile {state['profile_key']}: {profile['target']}, "
-        f"draft {drafts} ({profile['proposer']})",
-        f"  {profile['dtype']} on {profile['device']}, {profile['engine']}",
-        f"  {state['num_steps']} steps taught; {state['untimed_share']:.0%} of them no time, since "
-        "they held prompt tokens",
-        f"  acceptance by position {rates}; "
-        f"catch-up {state['catch_up_us_per_token']:.0f} us a token "
-        f"(of it {state['catch_up_us_per_step']:.0f} us a step whatever the tokens)",
-        f"  prior: {state['num_prior_steps']} of the steps, learned before this planner knew of "
-        f"it; acceptance {elsewhere} on other profiles of these models",
-    ]
-    if state["arms"]:
-        lines.append(
-            f"  {'batch':>7} {'gamma':>6} {'steps':>9} {'ms/token':>9} {'tokens/step':>12}"
-        )
-    for arm in state["arms"]:
-        seconds = float(arm["seconds_per_token"])  # "Infinity" where nothing was delivered
-        lines.append(
-            f"  {arm['bucket']:>7} {arm['gamma']:>6} {arm['num_steps']:>9} "
-            f"{seconds * 1000:>9.2f} {arm['mean_tokens_per_step']:>12.2f}"
-        )
-    return lines
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)(ms|s|m|h)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time like 500ms, 60s, 5m or 1h")
+    return float(found[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[found[2]]

@@ -28,6 +28,13 @@ class PlannerConfig:
         check=lambda n: 0 <= n <= MAX_GAMMA,
         limit=f"0 to {MAX_GAMMA}",
     )
+    probe_share: float = option(
+        0.01,
+        "share of steps that run plain decoding, whatever the policy says, so that what "
+        "speculating brings can be measured; 0 switches it off",
+        check=lambda share: 0 <= share <= 0.5,
+        limit="0 to 0.5",
+    )
     audit_log: str = option(
         "", "file that gets a line of JSON for every decision and report; empty writes none"
     )

@@ -13,6 +13,7 @@ from nightjar.config import parse
 from nightjar.errors import ConfigError, InvalidRequest
 from nightjar.rpc import Server, until_signalled
 from nightjar.v1 import planner_pb2_grpc
+from planner_service.admin_server import wall_ms
 from planner_service.audit import AuditLog
 from planner_service.config import PlannerConfig
 from planner_service.ledger import Ledger
@@ -46,8 +47,8 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
         ConfigError: The store's URL, the first policy, the audit log or the address is wrong.
     """
 
-    def withdraw(version_id: str) -> None:
-        sync.withdraw(version_id)
+    def withdraw(version_id: str, because: str, at_ms: int) -> None:
+        sync.withdraw(version_id, because, at_ms)
 
     incarnation = secrets.token_hex(6)
     store = RedisStore(connect(config.store), incarnation) if config.store else None
@@ -58,6 +59,8 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
         rng=random.Random(),
         clock=time.monotonic,
         on_withdraw=withdraw,
+        probe_share=config.probe_share,
+        now_ms=wall_ms,
     )
     sync = Sync(planner, store, first=first_book(config, planner), clock=time.monotonic)
     audit = None

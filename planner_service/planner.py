@@ -8,23 +8,25 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nightjar import log
 from nightjar.errors import InvalidRequest, Overloaded
 from planner_service.context import Context, Outcome, Profile
 from planner_service.ledger import Ledger
-from planner_service.policies.policy import Choice, Policy, Registry, check_choice, check_table
-from planner_service.session import Session, pack, unpack
+from planner_service.live_versions import FALLBACK_VERSION, LiveVersions, OnWithdraw
+from planner_service.policies.policy import Choice, Registry, check_choice, check_table
+from planner_service.session import Session, pack, steps_of, unpack
+from planner_service.slices import Probes
 from planner_service.sums import NOTHING, Stats, observe
-from planner_service.trial import try_out
-from planner_service.versions import Book, Scope
+from planner_service.trial import try_out, words_of
+from planner_service.versions import Scope
 
 MAX_PROFILES = 256
 MAX_TRIED_PROFILES = 4  # a new policy is tried on what is known of these, most recent ones
 MAX_REMEMBERED_DECISIONS = 16_384
-FALLBACK_VERSION = "0-off"  # plain decoding, where no version can decide
+MAX_SESSIONS = 8  # of one stream, before those of versions that ended are dropped
+PROBE_SUFFIX = "-probe"  # of a probe's decision id
 
 
 class Decision(NamedTuple):
@@ -52,11 +54,23 @@ class Stream:
 
     profile: Profile
     worker_id: str
-    session: Session | None = None  # None until the first decision
-    version: str = ""
+    reports: bool = True  # False: a hold counts as run as soon as it is handed out
+    version: str = ""  # of the last decision; empty until the first
+    previous_gamma: int = 0
+    num_steps: int = 0  # that could speculate, whichever version they ran under
+    sessions: dict[str, Session] = field(default_factory=dict)  # by version: slices take turns
+    outdated: Context | None = None  # of steps that ran under a decision no longer due
 
 
-class Planner:
+class _Made(NamedTuple):
+    """What is remembered of a decision until its steps are reported."""
+
+    version_id: str
+    propensity: float
+    is_probe: bool
+
+
+class Planner(LiveVersions):
     """Decides for every stream and learns from all of them."""
 
     def __init__(
@@ -67,46 +81,30 @@ class Planner:
         incarnation: str,
         rng: random.Random,
         clock: Callable[[], float],
-        on_withdraw: Callable[[str], None] = lambda version_id: None,
+        on_withdraw: OnWithdraw = lambda version_id, because, at_ms: None,
+        probe_share: float = 0.0,
+        now_ms: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.registry = registry
+        """Know nothing yet.
+
+        Args:
+            registry: Policies that can be activated, by name.
+            ledger: Where what is learned goes.
+            incarnation: Name of this process among all planners there ever were.
+            rng: For the policies' draws.
+            clock: Seconds, monotonic.
+            on_withdraw: Told of a version that was withdrawn here: its id, why, and when.
+            probe_share: Share of steps that plain decoding is measured in, [0, 0.5].
+            now_ms: Milliseconds since the epoch.
+        """
+        super().__init__(registry, Probes(probe_share), clock, now_ms, on_withdraw)
         self.ledger = ledger
-        self.book = Book()
         self.profiles: dict[str, Profile] = {}
-        self.num_policy_faults = 0
         self._incarnation = incarnation
         self._rng = rng
-        self._clock = clock
-        self._on_withdraw = on_withdraw
-        self._policies: dict[str, Policy] = {}  # by id of a live version
-        self._deciding: dict[tuple[str, str], tuple[str, ...]] = {}  # memo over the book
         self._checked_table: tuple[object, int] = (None, 0)
-        self._propensities: OrderedDict[str, float] = OrderedDict()
+        self._made: OrderedDict[str, _Made] = OrderedDict()  # by decision id
         self._num_decisions = 0
-
-    # ---- versions ----------------------------------------------------------------------
-
-    def set_book(self, book: Book) -> None:
-        """Decide by these versions from now on."""
-        known = {v.id: (v.name, v.parameters) for v in self.book.versions}
-        policies: dict[str, Policy] = {}
-        for version in (v for v in book.versions if v.live):
-            if version.id in self._policies and known.get(version.id) == (
-                version.name,
-                version.parameters,
-            ):
-                policies[version.id] = self._policies[version.id]
-                continue
-            try:
-                policies[version.id] = self.registry[version.name].build(version.parameters)[0]
-            except (KeyError, InvalidRequest) as error:
-                log.get().warning(
-                    "version left out: this planner cannot run it",
-                    version=version.id,
-                    reason=str(error),
-                )
-        self.book, self._policies = book, policies
-        self._deciding.clear()
 
     def prepare(self, name: str, given: Mapping[str, str], scope: Scope) -> dict[str, str]:
         """Try a policy out for a scope; returns its parameters, defaults filled in.
@@ -118,36 +116,18 @@ class Planner:
             raise InvalidRequest(
                 "name", f"unknown policy {name[:64]!r}; known: {', '.join(self.registry)}"
             )
-        policy, parameters = self.registry[name].build(given)
         known = [p for p in self.profiles.values() if scope.profile_key in ("", p.key)]
-        problem = try_out(policy, [self.stats(profile) for profile in known[-MAX_TRIED_PROFILES:]])
+        stats = [self.stats(profile) for profile in known[-MAX_TRIED_PROFILES:]]
+        with self.registry[name].on_trial(given) as (policy, parameters):
+            problem = try_out(policy, stats)
         if problem:
             raise InvalidRequest("name", f"policy {name!r} was tried and refused {problem}")
         return parameters
 
-    def deciding_version(self, profile_key: str, worker_id: str) -> str:
-        """Id of the version that decides for a worker."""
-        return (*self._candidates(profile_key, worker_id), FALLBACK_VERSION)[0]
-
-    def _candidates(self, profile_key: str, worker_id: str) -> tuple[str, ...]:
-        key = (profile_key, worker_id)
-        found = self._deciding.get(key)
-        if found is None:
-            if len(self._deciding) >= 4 * MAX_REMEMBERED_DECISIONS:
-                self._deciding.clear()
-            versions = self.book.deciding(profile_key, worker_id)
-            found = self._deciding[key] = tuple(v.id for v in versions if v.id in self._policies)
-        return found
-
-    def _withdraw(self, version_id: str, problem: str) -> None:
-        self.num_policy_faults += 1
-        log.get().error(
-            "policy failed; its version is rolled back", version=version_id, problem=problem
-        )
-        self.set_book(self.book.withdraw(version_id))
-        self._on_withdraw(version_id)
-
-    # ---- the two verbs -----------------------------------------------------------------
+    def due_version(self, stream: Stream) -> str:
+        """Id of the version that decides a stream's next step."""
+        due, _ = self.due(stream.profile.key, stream.worker_id, stream.num_steps)
+        return due[0].version_id if due else FALLBACK_VERSION
 
     def register(self, profile: Profile) -> None:
         """Know a profile; the one that was silent longest gives way if there are too many.
@@ -184,53 +164,105 @@ class Planner:
 
         The session that came back counts on a stream's first decision only; after that the
         stream's own is newer, since a decision may have crossed the question on the wire.
+
+        A probe is decided as gamma 0 where the policy chose more: its id says so, it counts as
+        explored, and its arm was certain. The policy does not see it: it goes on afterwards.
         """
+        if not stream.version:
+            stream.num_steps += steps_of(returned)
         stats = self.stats(stream.profile)
-        for version in self._candidates(stream.profile.key, stream.worker_id):
-            session = _session(stream, version, returned)
+        due, left = self.due(stream.profile.key, stream.worker_id, stream.num_steps)
+        is_probe = False
+        for candidate in due:
+            version = candidate.version_id
+            before = _session(stream, version, returned)
             try:
-                choice, session = self._policies[version].select(context, stats, session, self._rng)
+                choice, session = self._policies[version].select(context, stats, before, self._rng)
                 problem = check_choice(choice, context) or self._check_table(
                     choice, context.max_gamma
                 )
             except Exception as error:  # a policy's fault must not reach the worker
-                problem = f"raised {type(error).__name__}: {error}"
-            if not problem:
-                break
-            self._withdraw(version, problem)
+                problem = words_of(error)
+            if problem:
+                self.withdraw(version, problem)
+                continue
+            is_probe, until = self.probe(candidate, stream.worker_id, stream.num_steps)
+            is_probe, left = is_probe and choice.gamma > 0, min(left, until)
+            if is_probe:
+                choice, session = _plain(choice, left), before._replace(previous_gamma=0)
+            elif choice.hold_steps > left:
+                choice = choice._replace(hold_steps=left)
+            stream.sessions[version] = session
+            break
         else:
             version, session = FALLBACK_VERSION, Session()
-            choice = Choice(0, 0, 64, False, 1.0, {})
-        stream.session, stream.version = session, version
+            choice = Choice(0, 0, min(64, left), False, 1.0, {})
+        stream.version, stream.previous_gamma = version, choice.gamma
+        stream.outdated = None
+        if len(stream.sessions) > MAX_SESSIONS:
+            stream.sessions = {v: s for v, s in stream.sessions.items() if v in self._policies}
         self._num_decisions += 1
         decision_id = f"{self._incarnation}-{self._num_decisions}"
-        self._propensities[decision_id] = choice.propensity
-        if len(self._propensities) > MAX_REMEMBERED_DECISIONS:
-            self._propensities.popitem(last=False)
-        packed = pack(session, version, context.bucket, choice.hold_steps)
+        if is_probe:
+            decision_id += PROBE_SUFFIX
+        self._made[decision_id] = _Made(version, choice.propensity, is_probe)
+        if len(self._made) > MAX_REMEMBERED_DECISIONS:
+            self._made.popitem(last=False)
+        # The policy's bin stands still during a probe: nothing of it counts as run.
+        policy_hold = 0 if is_probe else choice.hold_steps
+        num_steps = stream.num_steps + (0 if stream.reports else choice.hold_steps)
+        packed = pack(session, version, context.bucket, policy_hold, num_steps)
         return Decision(decision_id, version, choice, context, packed)
 
     def learn(self, stream: Stream, report: Report) -> None:
         """Learn from steps, to the good of every stream of the profile."""
         context, gamma, decision_id, outcome = report
         self.register(stream.profile)
-        outcome = outcome._replace(propensity=self._propensities.get(decision_id))
-        learned = self._update(stream, context, gamma, outcome)
+        made = self._made.get(decision_id)
+        outcome = outcome._replace(propensity=made.propensity if made else None)
+        version = made.version_id if made else stream.version
+        learned = self._update(stream, version, context, gamma, outcome)
         now = self._clock()
         if learned is not NOTHING:
             self.ledger.add(stream.profile.key, learned, now)
         if any(learned.reached):
             self.ledger.add(stream.profile.acceptance_key, learned.only_acceptance(), now)
-        if stream.session is not None and context.feasible_max_gamma > 0:
-            stream.session = stream.session.after_steps(context.bucket, outcome.num_steps)
+        own = version if made and not made.is_probe else ""
+        self.measure(own, stream.profile.key, context, gamma, outcome)
+        if context.feasible_max_gamma == 0:
+            return
+        stream.num_steps += outcome.num_steps
+        if version in stream.sessions and not (made and made.is_probe):
+            session = stream.sessions[version].after_steps(context.bucket, outcome.num_steps)
+            stream.sessions[version] = session
+        if made is not None and stream.version:
+            stream.outdated = context if self._is_outdated(stream, made, gamma) else None
 
-    def _update(self, stream: Stream, context: Context, gamma: int, outcome: Outcome) -> Stats:
+    def _is_outdated(self, stream: Stream, made: _Made, gamma: int) -> bool:
+        """Whether steps go on under what is no longer due: a hold outlived its slice or probe.
+
+        That happens where the batch changes its bucket and comes back to a hold it had left.
+        """
+        due, _ = self.due(stream.profile.key, stream.worker_id, stream.num_steps)
+        if not due or stream.version != due[0].version_id:
+            return bool(due) or stream.version != FALLBACK_VERSION
+        if made.version_id != stream.version:
+            return False  # on its way while the version changed
+        probe_is_due, _ = self.probe(due[0], stream.worker_id, stream.num_steps)
+        return gamma > 0 if probe_is_due else made.is_probe
+
+    def _update(
+        self, stream: Stream, version: str, context: Context, gamma: int, outcome: Outcome
+    ) -> Stats:
+        """What steps teach, by the version that they ran under, else by the one that is due."""
         stats = self.stats(stream.profile)
-        for version in self._candidates(stream.profile.key, stream.worker_id):
-            try:
-                return self._policies[version].update(stats, context, gamma, outcome)
-            except Exception as error:  # what ran is learned even where a policy fails
-                self._withdraw(version, f"update raised {type(error).__name__}: {error}")
+        due, _ = self.due(stream.profile.key, stream.worker_id, stream.num_steps)
+        for known in (version, *(candidate.version_id for candidate in due)):
+            if known in self._policies:
+                try:
+                    return self._policies[known].update(stats, context, gamma, outcome)
+                except Exception as error:  # what ran is learned even where a policy fails
+                    self.withdraw(known, f"update {words_of(error)}")
         return observe(context, gamma, outcome)
 
     def _check_table(self, choice: Choice, max_gamma: int) -> str:
@@ -244,8 +276,13 @@ class Planner:
 
 
 def _session(stream: Stream, version: str, returned: bytes) -> Session:
-    if stream.session is None:
+    if not stream.version:
         return unpack(returned, version)
-    if stream.version == version:
-        return stream.session
-    return Session(stream.session.previous_gamma)
+    session = stream.sessions.get(version, Session())
+    return session._replace(previous_gamma=stream.previous_gamma)
+
+
+def _plain(choice: Choice, num_steps: int) -> Choice:
+    """Plain decoding for some steps, in every bucket; memory agents go by the policy's choice."""
+    table = {bucket: (0, exploit) for bucket, (_, exploit) in choice.table.items()}
+    return Choice(0, choice.exploit_gamma, num_steps, True, 1.0, table, choice.grid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -11,15 +10,15 @@ from typing import Any
 import grpc
 
 from nightjar import log
-from nightjar.errors import InvalidRequest, UnknownName
+from nightjar.errors import InvalidRequest
 from nightjar.v1 import planner_pb2 as pb
-from nightjar.v1 import planner_pb2_grpc
 from planner_service import server_messages as read
+from planner_service.admin_server import AdminServicer, wall_ms
 from planner_service.audit import AuditLog
 from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context
 from planner_service.planner import Decision, Planner, Report, Stream
 from planner_service.sync import Sync
-from planner_service.versions import EVERYONE, Book, Scope, Version
+from planner_service.versions import Scope
 from planner_service.watchers import Watchers
 
 MAX_CLIENTS = 4096  # callers of SelectGamma whose sessions are remembered
@@ -39,12 +38,11 @@ Outbox = asyncio.Queue[pb.PlanResponse | Exception | None]  # unasked decisions,
 Write = Callable[[pb.PlanResponse], Awaitable[None]]
 
 
-class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
+class PlannerServicer(AdminServicer):
     """Serves one `Planner`."""
 
     def __init__(self, planner: Planner, sync: Sync, audit: AuditLog | None = None) -> None:
-        self._planner = planner
-        self._sync = sync
+        super().__init__(planner, sync)
         self._audit = audit
         self._workers: dict[Outbox, _Worker] = {}
         self._sessions: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # of SelectGamma
@@ -94,6 +92,11 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
                     limits = (worker.max_gamma, worker.max_batch_size)
                     worker.last_ask = read.context(request.ask, "ask", *limits)
                     await write(self._answer(worker, worker.last_ask, request.session))
+                elif worker.stream.outdated is not None and worker.last_ask is not None:
+                    # What ran was cut to what was feasible; the question knew what could be.
+                    feasible = worker.last_ask.feasible_max_gamma
+                    asked = worker.stream.outdated._replace(feasible_max_gamma=feasible)
+                    await write(self._answer(worker, asked, b""))
             outbox.put_nowait(None)
         except Exception as error:  # goes to the stream's own handler, which maps it to a status
             outbox.put_nowait(error)
@@ -142,8 +145,8 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         """Decide anew for every open stream whose version is no longer the one that decides."""
         for outbox, worker in list(self._workers.items()):
             stream = worker.stream
-            deciding = self._planner.deciding_version(stream.profile.key, stream.worker_id)
-            if worker.last_ask is not None and stream.version != deciding:
+            due = self._planner.due_version(stream)
+            if worker.last_ask is not None and stream.version != due:
                 outbox.put_nowait(self._answer(worker, worker.last_ask, b""))
 
     def close(self) -> None:
@@ -191,88 +194,20 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         profile = read.profile(message, "profile")
         name = read.worker_id(name, "client_id")
         self._planner.register(profile)
-        return Stream(profile, name)
+        return Stream(profile, name, reports=False)
 
-    # ---- operators ---------------------------------------------------------------------
-
-    async def ListPolicies(
-        self, request: pb.ListPoliciesRequest, context: Any
-    ) -> pb.ListPoliciesResponse:
-        """Policies, and the versions that touch a scope."""
-        scope, book = read.scope(request.scope), self._planner.book
-        versions = [
-            read.version_message(version, active=book.is_active(version))
-            for version in reversed(book.versions)
-            if scope == EVERYONE or version.scope.covers(scope) or scope.covers(version.scope)
-        ]
-        policies = [read.policy_message(spec) for spec in self._planner.registry.values()]
-        return pb.ListPoliciesResponse(policies=policies, versions=versions)
-
-    async def ActivatePolicy(
-        self, request: pb.ActivatePolicyRequest, context: Any
-    ) -> pb.ActivatePolicyResponse:
-        """Try a policy out and make it the one that decides in a scope."""
-        scope = self._known(read.scope(request.scope))
-        given = read.parameters(request.parameters)
-        # In a thread: decisions go on while the policy is tried out.
-        parameters = await asyncio.to_thread(self._planner.prepare, request.name, given, scope)
-        now_ms, made = _now_ms(), list[Version]()
-
-        def change(book: Book) -> Book:
-            book = book.activate(request.name, parameters, scope, now_ms, "operator")
-            made[:] = book.versions[-1:]
-            return book
-
-        await self._sync.change(change)
-        log.get().info(
-            "version activated", version=made[0].id, parameters=parameters, scope=str(scope)
-        )
-        return pb.ActivatePolicyResponse(version=self._shown(made[0]))
-
-    async def RollbackPolicy(
-        self, request: pb.RollbackPolicyRequest, context: Any
-    ) -> pb.RollbackPolicyResponse:
-        """Go back to the version before."""
-        scope = self._known(read.scope(request.scope))
-        now_ms, restored = _now_ms(), list[Version]()
-
-        def change(book: Book) -> Book:
-            book, version = book.rollback(scope, now_ms)
-            restored[:] = [version]
-            return book
-
-        await self._sync.change(change)
-        log.get().info("version rolled back", version=restored[0].id, scope=str(scope))
-        return pb.RollbackPolicyResponse(version=self._shown(restored[0]))
-
-    async def GetPolicyState(
-        self, request: pb.GetPolicyStateRequest, context: Any
-    ) -> pb.GetPolicyStateResponse:
-        """The version that decides, what was learned, and how the store is."""
-        planner, key = self._planner, request.profile_key
-        self._known(Scope(profile_key=key))
-        deciding = planner.deciding_version(key, "")
-        versions = [version for version in planner.book.versions if version.id == deciding]
-        known = [p for p in planner.profiles.values() if key in ("", p.key)]
-        oldest = planner.ledger.oldest()
-        return pb.GetPolicyStateResponse(
-            version=self._shown(versions[0]) if versions else pb.PolicyVersion(version=deciding),
-            profiles=[read.profile_state(p, planner.stats(p)) for p in known],
-            store_connected=self._sync.connected,
-            num_dropped_updates=planner.ledger.num_dropped,
-            store_lag_ms=0 if oldest is None else int((time.monotonic() - oldest) * 1000),
-        )
+    # ---- those who watch ----------------------------------------------------------------
 
     async def WatchDecisions(
         self, request: pb.WatchDecisionsRequest, context: Any
     ) -> AsyncIterator[pb.WatchDecisionsResponse]:
         """Every decision from now on, in order; a slow reader misses the oldest ones."""
-        key = self._known(Scope(profile_key=request.profile_key)).profile_key
+        key = self.known(Scope(profile_key=request.profile_key)).profile_key
         async for item in self._watchers.watch(key, include_reports=request.include_reports):
             yield item
 
     def _watched(self, decision: Decision, stream: Stream) -> pb.Decision:
-        message, now_ms = read.decision_message(decision), _now_ms()
+        message, now_ms = read.decision_message(decision), wall_ms()
         self._watchers.tell(
             "decision",
             stream.profile.key,
@@ -284,23 +219,9 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
 
     def _heard(self, report: Report, stream: Stream) -> None:
         self._planner.learn(stream, report)
-        now_ms = _now_ms()
+        now_ms = wall_ms()
         self._watchers.tell(
             "report", stream.profile.key, lambda: read.watched_report(report, stream, now_ms)
         )
         if self._audit is not None:
             self._audit.reported(report, stream, now_ms)
-
-    def _known(self, scope: Scope) -> Scope:
-        if scope.profile_key and scope.profile_key not in self._planner.profiles:
-            raise UnknownName(
-                f"no profile {scope.profile_key[:64]!r}; `nightjar policy state` lists them"
-            )
-        return scope
-
-    def _shown(self, version: Version) -> pb.PolicyVersion:
-        return read.version_message(version, active=self._planner.book.is_active(version))
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from nightjar.buckets import BucketGrid
-from nightjar.errors import InvalidRequest, NotServed
+from nightjar.errors import InvalidRequest
 from nightjar.v1 import planner_pb2 as pb
 from planner_service.context import (
     MAX_BATCH_SIZE,
@@ -18,13 +18,15 @@ from planner_service.context import (
     check_range,
     check_text,
 )
+from planner_service.net_benefit import Benefit, of_stats
 from planner_service.planner import Decision, Report, Stream
 from planner_service.policies.policy import PolicySpec
 from planner_service.sums import Stats
 from planner_service.switching import us_per_step
-from planner_service.versions import Scope, Version
+from planner_service.versions import Floor, Scope, Version
 
 MAX_REPORTS, MAX_WORKER_IDS, MAX_PARAMETERS = 1024, 256, 64
+MAX_FLOOR, MIN_FLOOR_S, MAX_FLOOR_S = 10, 0.1, 86_400.0
 
 
 def profile(message: pb.Profile, field: str) -> Profile:
@@ -105,8 +107,6 @@ def scope(message: pb.PolicyScope) -> Scope:
     share = message.canary_share
     if not 0 <= share <= 1:
         raise InvalidRequest("scope.canary_share", f"must lie in [0, 1], got {share:g}")
-    if 0 < share < 1:
-        raise NotServed("scope.canary_share", "not served by this version; only 0 and 1 (all) are")
     check_text("scope.profile_key", message.profile_key)
     if len(message.worker_ids) > MAX_WORKER_IDS:
         raise InvalidRequest("scope.worker_ids", f"at most {MAX_WORKER_IDS} workers")
@@ -115,7 +115,28 @@ def scope(message: pb.PolicyScope) -> Scope:
         if not name:
             raise InvalidRequest(f"scope.worker_ids[{i}]", "must not be empty")
     workers = tuple(sorted(set(message.worker_ids)))
-    return Scope(profile_key=message.profile_key, worker_ids=workers)
+    return Scope(
+        profile_key=message.profile_key,
+        worker_ids=workers,
+        canary_share=share if share < 1 else 0.0,
+    )
+
+
+def floor(request: pb.ActivatePolicyRequest) -> Floor | None:
+    """Read and check a floor; None if none is set."""
+    if not request.HasField("floor"):
+        return None
+    read = Floor(min_net_benefit=request.floor.min_net_benefit, for_s=request.floor.for_s)
+    if not -1 < read.min_net_benefit <= MAX_FLOOR:
+        raise InvalidRequest(
+            "floor.min_net_benefit",
+            f"must lie above -1 and not above {MAX_FLOOR}, got {read.min_net_benefit:g}",
+        )
+    if not MIN_FLOOR_S <= read.for_s <= MAX_FLOOR_S:
+        raise InvalidRequest(
+            "floor.for_s", f"must lie in [{MIN_FLOOR_S:g}, {MAX_FLOOR_S:g}], got {read.for_s:g}"
+        )
+    return read
 
 
 def parameters(message: Mapping[str, str]) -> dict[str, str]:
@@ -197,19 +218,30 @@ def _of(grid: BucketGrid) -> pb.BucketGrid:
     return pb.BucketGrid(batch_size_edges=grid.batch_size_edges, kv_token_edges=grid.kv_token_edges)
 
 
-def version_message(version: Version, *, active: bool) -> pb.PolicyVersion:
+def version_message(version: Version, benefit: Benefit | None, *, active: bool) -> pb.PolicyVersion:
     """A version to show."""
-    return pb.PolicyVersion(
+    shown = pb.PolicyVersion(
         version=version.id,
         name=version.name,
         parameters=version.parameters,
         scope=pb.PolicyScope(
-            profile_key=version.scope.profile_key, worker_ids=version.scope.worker_ids
+            profile_key=version.scope.profile_key,
+            worker_ids=version.scope.worker_ids,
+            canary_share=version.scope.canary_share,
         ),
         activated_at_ms=version.activated_at_ms,
         reason=version.reason,
         active=active,
+        withdrawn_because=version.withdrawn_because,
+        withdrawn_at_ms=version.withdrawn_at_ms,
     )
+    if version.floor is not None:
+        shown.floor.min_net_benefit = version.floor.min_net_benefit
+        shown.floor.for_s = version.floor.for_s
+    if benefit is not None:
+        shown.net_benefit = benefit.net
+        shown.num_baseline_steps = benefit.num_baseline_steps
+    return shown
 
 
 def policy_message(spec: PolicySpec) -> pb.PolicyInfo:
@@ -242,7 +274,7 @@ def profile_state(known: Profile, stats: Stats) -> pb.ProfileState:
         for bucket, row in sorted(stats.buckets.items())
         for gamma, sums in sorted(row.items())
     ]
-    totals = stats.totals
+    totals, benefit = stats.totals, of_stats(stats)
     return pb.ProfileState(
         profile_key=known.key,
         profile=pb.Profile(**known.as_dict()),  # type: ignore[arg-type]
@@ -254,6 +286,8 @@ def profile_state(known: Profile, stats: Stats) -> pb.ProfileState:
         num_steps=round(totals.steps),
         num_prior_steps=round(stats.num_prior_steps),
         untimed_share=1 - totals.timed_steps / totals.steps if totals.steps > 0 else 0.0,
+        net_benefit=benefit.net if benefit else None,
+        num_baseline_steps=benefit.num_baseline_steps if benefit else 0,
     )
 
 

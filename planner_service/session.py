@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA
+from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, MAX_SUM
 
 MAX_BYTES = 64 * 1024
 MAX_BUCKETS = 256  # most recently decided buckets that a session keeps
@@ -37,10 +37,13 @@ class Session(NamedTuple):
         return self._replace(ran={**self.ran, bucket: self.ran.get(bucket, 0) + num_steps})
 
 
-def pack(session: Session, version: str, bucket: int, hold_steps: int) -> bytes:
-    """Bytes of a session that goes out with a decision for `bucket`."""
+def pack(session: Session, version: str, bucket: int, hold_steps: int, num_steps: int = 0) -> bytes:
+    """Bytes of a session that goes out with a decision for `bucket`.
+
+    `num_steps` counts the stream's steps so far, whichever version they ran under.
+    """
     kept = list(session.numbers.items())[-MAX_BUCKETS:]
-    head = _encode([version, session.previous_gamma, bucket, hold_steps])
+    head = _encode([version, session.previous_gamma, bucket, hold_steps, num_steps])
     rows = ",".join([_row(at, numbers) for at, numbers in kept])
     return f"{head[:-1]},[{rows}]]".encode()
 
@@ -58,12 +61,7 @@ def unpack(data: bytes, version: str) -> Session:
     version only the previous gamma remains.
     """
     try:
-        if not 0 < len(data) <= MAX_BYTES:
-            return Session()
-        sent_version, previous, bucket, hold, rows = json.loads(data)
-        _whole(previous, MAX_GAMMA)
-        _whole(bucket, MAX_BATCH_SIZE)
-        _whole(hold, MAX_HOLD)
+        sent_version, previous, bucket, hold, _, rows = _parsed(data)
         if sent_version != version:
             return Session(previous)
         if len(rows) > MAX_BUCKETS:
@@ -71,7 +69,28 @@ def unpack(data: bytes, version: str) -> Session:
         numbers = {_whole(at, MAX_BATCH_SIZE): _numbers(values) for at, values in rows}
     except (ValueError, TypeError, RecursionError):
         return Session()
-    return Session(previous, numbers, {bucket: hold} if bucket in numbers else {}, foreign=True)
+    ran = {bucket: hold} if hold and bucket in numbers else {}
+    return Session(previous, numbers, ran, foreign=True)
+
+
+def steps_of(data: bytes) -> int:
+    """Steps of the stream when the session was sent; 0 where the bytes are not ours."""
+    try:
+        return int(_parsed(data)[4])
+    except (ValueError, TypeError, RecursionError):
+        return 0
+
+
+def _parsed(data: bytes) -> list[Any]:
+    if not 0 < len(data) <= MAX_BYTES:
+        raise ValueError
+    head: list[Any] = json.loads(data)
+    _, previous, bucket, hold, num_steps, _ = head
+    _whole(previous, MAX_GAMMA)
+    _whole(bucket, MAX_BATCH_SIZE)
+    _whole(hold, MAX_HOLD)
+    _whole(num_steps, MAX_SUM)
+    return head
 
 
 def _whole(value: object, most: int) -> int:

@@ -626,6 +626,8 @@ class PolicyVersion(_message.Message):
     WITHDRAWN_BECAUSE_FIELD_NUMBER: _builtins.int
     WITHDRAWN_AT_MS_FIELD_NUMBER: _builtins.int
     FLOOR_FIELD_NUMBER: _builtins.int
+    NET_BENEFIT_FIELD_NUMBER: _builtins.int
+    NUM_BASELINE_STEPS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version id, for example "7-fixed"."""
     name: _builtins.str
@@ -640,6 +642,12 @@ class PolicyVersion(_message.Message):
     """Why it was withdrawn, in words; empty while it was not."""
     withdrawn_at_ms: _builtins.int
     """When it was withdrawn, in milliseconds since the epoch; 0 while it was not."""
+    net_benefit: _builtins.float
+    """Tokens per second of its own steps at this planner against plain decoding,
+    less 1; absent while not measured, and once it is withdrawn.
+    """
+    num_baseline_steps: _builtins.int
+    """Steps at gamma 0 that it is measured against."""
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Parameters by name, as text."""
@@ -665,12 +673,16 @@ class PolicyVersion(_message.Message):
         withdrawn_because: _builtins.str = ...,
         withdrawn_at_ms: _builtins.int = ...,
         floor: Global___NetBenefitFloor | None = ...,
+        net_benefit: _builtins.float | None = ...,
+        num_baseline_steps: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "scope", b"scope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_net_benefit", b"_net_benefit", "floor", b"floor", "net_benefit", b"net_benefit", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activated_at_ms", b"activated_at_ms", "active", b"active", "floor", b"floor", "name", b"name", "parameters", b"parameters", "reason", b"reason", "scope", b"scope", "version", b"version", "withdrawn_at_ms", b"withdrawn_at_ms", "withdrawn_because", b"withdrawn_because"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_net_benefit", b"_net_benefit", "activated_at_ms", b"activated_at_ms", "active", b"active", "floor", b"floor", "name", b"name", "net_benefit", b"net_benefit", "num_baseline_steps", b"num_baseline_steps", "parameters", b"parameters", "reason", b"reason", "scope", b"scope", "version", b"version", "withdrawn_at_ms", b"withdrawn_at_ms", "withdrawn_because", b"withdrawn_because"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__net_benefit: _TypeAlias = _typing.Literal["net_benefit"]  # noqa: Y015
+    _WhichOneofArgType__net_benefit: _TypeAlias = _typing.Literal["_net_benefit", b"_net_benefit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__net_benefit) -> _WhichOneofReturnType__net_benefit | None: ...
 
 Global___PolicyVersion: _TypeAlias = PolicyVersion  # noqa: Y015
 

@@ -197,9 +197,21 @@ BAD_ACTIVATIONS: list[tuple[dict[str, Any], str, str]] = [
         "parameters.estimator: must be one of ratio_of_sums, mean_of_ratios",
     ),
     (
-        {"name": "off", "scope": {"canary_share": 0.1}},
-        "UNIMPLEMENTED",
-        "scope.canary_share: not served",
+        {"name": "off", "scope": {"canary_share": -0.1}},
+        "INVALID_ARGUMENT",
+        "scope.canary_share: must lie in [0, 1], got -0.1",
+    ),
+    ({"name": "off", "floor": {"for_s": 60}}, "INVALID_ARGUMENT", "--probe-share 0"),
+    ({"name": "off", "floor": {"for_s": 0}}, "INVALID_ARGUMENT", "floor.for_s: must lie in"),
+    (
+        {"name": "off", "floor": {"min_net_benefit": math.nan, "for_s": 60}},
+        "INVALID_ARGUMENT",
+        "floor.min_net_benefit",
+    ),
+    (
+        {"name": "off", "floor": {"min_net_benefit": -1, "for_s": 60}},
+        "INVALID_ARGUMENT",
+        "floor.min_net_benefit",
     ),
     (
         {"name": "off", "scope": {"canary_share": math.nan}},

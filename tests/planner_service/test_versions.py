@@ -73,10 +73,10 @@ def test_rollback_of_a_scope_falls_to_the_wider_one() -> None:
 
 def test_withdrawing_a_failed_version_can_be_repeated() -> None:
     """Each replica that sees the fault withdraws it; the second time changes nothing."""
-    made = book(EVERYONE, EVERYONE).withdraw("2-fixed")
+    made = book(EVERYONE, EVERYONE).withdraw("2-fixed", "failed", 7)
     assert deciding(made) == "1-fixed"
-    assert made.withdraw("2-fixed") is made
-    assert deciding(made.withdraw("1-fixed")) == ""
+    assert made.withdraw("2-fixed", "failed", 7) is made
+    assert deciding(made.withdraw("1-fixed", "failed", 7)) == ""
 
 
 def test_the_history_is_bounded_and_keeps_what_decides() -> None:
@@ -92,7 +92,7 @@ def test_text_reads_back_as_the_same_book(scopes: list[Scope], withdrawn: bool) 
     """A book survives the store."""
     made = book(*scopes).marked("token")
     if withdrawn:
-        made = made.withdraw("1-fixed")
+        made = made.withdraw("1-fixed", "failed", 7)
     assert from_json(to_json(made)) == made
 
 
