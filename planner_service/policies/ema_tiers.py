@@ -79,7 +79,7 @@ def parse(text: str) -> tuple[Tier, ...]:
     tiers: list[Tier] = []
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(
-            r"([0-9]{1,6}):([0-9]{1,3}(?:/[0-9]{1,3})*)(?::(-?[0-9]\.?[0-9]{0,6}))?", part
+            r"([0-9]{1,6}):([0-9]{1,3}(?:/[0-9]{1,3})*)(?::(-?[0-9](?:\.[0-9]{1,6})?))?", part
         )
         if match is None:
             raise ValueError(f"{part[:40]!r} is not of the form first:gamma/gamma/...")
