@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,12 +12,14 @@ import pytest
 from engine_rig import BLOCK_SIZE, fakes, oracle, params, prompt
 from fake_forward import FakeForward
 
+from nightjar.buckets import BucketGrid
 from nightjar.errors import EngineFailure
 from worker.engine.block_manager import BlockManager
 from worker.engine.drafting import Drafting
 from worker.engine.elastic import ElasticMemory
 from worker.engine.engine import Engine
 from worker.engine.links import CpuMeter, Memory, Planner
+from worker.engine.plan import StepResult
 from worker.engine.runner import NOT_NUMBERS, Runner
 from worker.engine.scheduler import Scheduler
 from worker.messages import (
@@ -426,6 +429,72 @@ def test_the_planner_is_asked_obeyed_and_told() -> None:
     bench.finish()
     assert bench.channel.tokens(1) == answer(bench, params(max_tokens=120))
     assert bench.channel.end(1).usage.policy_version == "2-off"
+
+
+def test_reports_tell_the_contexts_that_each_decision_was_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Coarse grids of two versions, tables with gaps: every step counts where it ran."""
+    bench, rng = Bench(planned=True, num_base_blocks=40), random.Random(4)
+    bench.give(PlannerLink(connected=True))
+    grids = [BucketGrid((2, 3), (40, 90, 160)), BucketGrid((1, 4), (60, 100))]
+    decisions: dict[str, tuple[Decision, BucketGrid]] = {}
+    ran: Counter[tuple[int, int]] = Counter()
+    report = bench.engine.planner.report
+
+    def count(done: StepResult) -> None:
+        if done.plan.context is not None:
+            ran[done.plan.context.batch_size, done.plan.gamma] += 1
+        report(done)
+
+    monkeypatch.setattr(bench.engine.planner, "report", count)
+    num_seen, num_requests, owed = 0, 0, None
+    for turn in range(600):
+        if turn < 500 and rng.random() < 0.2:
+            num_requests += 1
+            text = prompt(rng, rng.randint(5, 40))
+            bench.give(submit(num_requests, text, max_tokens=rng.randint(5, 60)))
+        if owed is not None and rng.random() < 0.8:
+            grid = grids[turn // 97 % 2]
+            bucket = grid.bucket(owed.batch_size, owed.num_kv_tokens)
+            table = {b: (rng.randint(0, 5),) * 2 for b in (bucket, bucket - 1, bucket + 3)}
+            answer = decision(
+                f"d{turn}",
+                0,
+                policy_version=f"{turn // 97}-x",
+                batch_size_edges=grid.batch_size_edges,
+                kv_token_edges=grid.kv_token_edges,
+                table=table,
+                bucket=bucket,
+                num_extra_drafts=rng.choice([0, 0, 2]),
+            )
+            decisions[answer.decision_id] = answer, grid
+            bench.give(answer)
+            owed = None
+        bench.turn()
+        for message in bench.channel.of(Reports)[num_seen:]:
+            num_seen += 1
+            owed = message.ask or owed
+    bench.finish()
+    bench.channel.now += 1.0
+    bench.turn()
+    told = [s for message in bench.channel.of(Reports) for s in message.reports]
+    reported: Counter[tuple[int, int]] = Counter()
+    for sums in told:
+        context = sums.context
+        reported[context.batch_size, sums.gamma] += sums.num_steps
+        assert sums.num_timed_rows == context.batch_size * sums.num_timed_steps
+        if sums.decision_id:
+            given, grid = decisions[sums.decision_id]
+            bucket = grid.bucket(context.batch_size, context.num_kv_tokens)
+            assert sums.bucket == bucket
+            assert sums.gamma <= given.table[bucket][0]
+            assert len(sums.reached) <= sums.gamma + given.num_extra_drafts
+    assert reported == ran
+    by_decision = {s.decision_id for s in told}
+    assert len(by_decision) > 60
+    assert len({decisions[d][0].policy_version for d in by_decision if d}) > 4
+    assert "" in by_decision  # the tables had gaps
 
 
 @pytest.mark.parametrize("gamma", [-1, 6, 10**6])

@@ -8,10 +8,10 @@ from worker.engine.reports import PressureReports, ReportSums
 from worker.messages import Context, Pressure
 
 
-def context(*, feasible: int = 5, num_prefill_tokens: int = 0) -> Context:
-    """Of three rows."""
+def context(*, feasible: int = 5, num_prefill_tokens: int = 0, batch_size: int = 3) -> Context:
+    """Of three rows, unless told otherwise."""
     return Context(
-        batch_size=3,
+        batch_size=batch_size,
         num_kv_tokens=90,
         num_prefill_tokens=num_prefill_tokens,
         num_waiting=0,
@@ -24,12 +24,20 @@ def context(*, feasible: int = 5, num_prefill_tokens: int = 0) -> Context:
     )
 
 
-def done(gamma: int = 2, *, bucket: int = 3, step_us: int = 100) -> StepResult:
+def done(
+    gamma: int = 2,
+    *,
+    bucket: int = 3,
+    step_us: int = 100,
+    grid: int = 1,
+    num_catch_up_tokens: int = 8,
+) -> StepResult:
     """A step of three rows that delivered seven tokens."""
-    choice = Choice(gamma, gamma, bucket, "d", "v", True)
+    choice = Choice(gamma, gamma, bucket, "d", "v", True, grid)
     plan = Plan(1, [], 3, choice, gamma)
     reached, accepted = [3, 2][:gamma], [2, 2][:gamma]
-    return StepResult(plan, [], step_us, 40, 8, 5, 7, reached, accepted)
+    num_tokens = num_catch_up_tokens
+    return StepResult(plan, [], step_us, 5 * num_tokens, num_tokens, 5, 7, reached, accepted)
 
 
 def test_sums_are_kept_by_bucket_gamma_and_decision() -> None:
@@ -48,6 +56,46 @@ def test_sums_are_kept_by_bucket_gamma_and_decision() -> None:
     assert (first.reached, first.accepted) == ((6, 4), (4, 4))
     assert first.context.feasible_max_gamma == 4
     assert sums.take(0.0) == []
+
+
+def test_steps_that_caught_up_are_counted() -> None:
+    """Of three steps one caught up nothing: two did, with all tokens and microseconds summed."""
+    sums = ReportSums()
+    for num_tokens in (8, 0, 2):
+        sums.add(done(num_catch_up_tokens=num_tokens), context())
+    (entry,) = sums.take(0.0)
+    assert (entry.num_steps, entry.num_catch_up_steps) == (3, 2)
+    assert (entry.num_catch_up_tokens, entry.catch_up_us) == (10, 50)
+
+
+def test_steps_are_added_only_to_steps_like_them() -> None:
+    """Another grid, batch size, or word on what was feasible: another entry, its own context."""
+    sums = ReportSums()
+    for _ in range(2):
+        sums.add(done(), context())
+        sums.add(done(grid=2), context())  # bucket 3 of a later grid
+        sums.add(done(), context(batch_size=4))  # the bucket holds batches of 3 and 4
+    sums.add(done(), context(batch_size=4))
+    taken = sums.take(0.0)
+    assert [(s.grid, s.bucket, s.context.batch_size, s.num_steps) for s in taken] == [
+        (1, 3, 3, 2),
+        (2, 3, 3, 2),
+        (1, 3, 4, 3),
+    ]
+
+
+def test_steps_without_a_decision_keep_what_was_feasible_apart() -> None:
+    """The planner goes by the last context alone: it must hold for each step of the entry."""
+    sums = ReportSums()
+    plain = StepResult(Plan(1, [], 3, Choice(0, 0, 3, grid=1)), [], 100)
+    for feasible in (5, 0, 4, 0):
+        sums.add(plain, context(feasible=feasible))
+    taken = sums.take(0.0)
+    assert [(s.decision_id, s.num_steps, s.num_timed_steps) for s in taken] == [
+        ("", 2, 2),
+        ("", 2, 0),
+    ]
+    assert [s.context.feasible_max_gamma for s in taken] == [4, 0]
 
 
 def test_steps_with_prompt_tokens_teach_acceptance_but_no_time() -> None:

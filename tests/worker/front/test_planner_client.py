@@ -11,6 +11,7 @@ from typing import Any
 import fake_engine
 import grpc
 import msgspec
+import pytest
 from conditions import until
 
 from nightjar import rpc
@@ -77,7 +78,8 @@ class Planner(planner_pb2_grpc.PlannerServiceServicer):
         self.received: list[pb.PlanRequest] = []
         self.read = asyncio.Event()  # cleared: the stream is left unread
         self.read.set()
-        self.gamma, self.hang_up_at_ask = 3, False
+        self.gamma, self.extra, self.hang_up_at_ask = 3, 0, False
+        self.silent, self.num_owed = False, 0  # silent: questions are answered later
 
     async def Plan(self, stream: Any, context: Any) -> AsyncIterator[pb.PlanResponse]:
         """Answer every question."""
@@ -87,21 +89,28 @@ class Planner(planner_pb2_grpc.PlannerServiceServicer):
                 if self.hang_up_at_ask:
                     self.hang_up_at_ask = False
                     return
-                yield pb.PlanResponse(decision=decision(len(self.received), self.gamma))
+                self.num_owed += 1
+            while self.num_owed and not self.silent:
+                self.num_owed -= 1
+                yield pb.PlanResponse(decision=decision(len(self.received), self.gamma, self.extra))
             await self.read.wait()
+
+    def asked(self) -> list[int]:
+        """Batch sizes that were asked about."""
+        return [r.ask.batch_size for r in self.received if r.HasField("ask")]
 
     def steps(self) -> list[tuple[int, int]]:
         """(gamma, steps) of every report received."""
         return [(r.gamma, r.num_steps) for request in self.received for r in request.reports]
 
 
-def decision(number: int, gamma: int) -> pb.Decision:
+def decision(number: int, gamma: int, extra: int = 0) -> pb.Decision:
     """A decision for two buckets."""
     made = pb.Decision(decision_id=f"d{number}", policy_version="1-fixed", hold_steps=10)
     made.table.add(bucket=0, gamma=gamma, exploit_gamma=1)
     made.table.add(bucket=1, gamma=0, exploit_gamma=0)
     made.grid.batch_size_edges.extend([2, 5])
-    made.session = b"s"
+    made.session, made.num_extra_drafts = b"s", extra
     return made
 
 
@@ -199,6 +208,84 @@ async def test_the_stream_is_opened_again_and_the_question_asked_again(tmp_path:
             await until(lambda: (2, 3) in planner.steps(), "what waited was sent")
 
 
+async def test_only_sums_with_equal_keys_are_added_up(tmp_path: Path) -> None:
+    """Steps of another grid's bucket, batch size or decision stay apart, each with its context."""
+    planner = Planner()
+    address = f"unix:{tmp_path}/planner.sock"
+    async with client_of(address) as (client, _):
+        for _ in range(3):
+            client.report(reports(sums(1, decision_id="")))
+            client.report(reports(sums(10, grid=2, decision_id="")))  # bucket 0 is another now
+            client.report(reports(sums(100, bucket=1, batch_size=5)))
+            client.report(reports(sums(1000, bucket=1, batch_size=6)))
+            client.report(reports(sums(10000, bucket=1, batch_size=6, decision_id="d2")))
+        async with planner_at(address, planner):
+            await until(lambda: len(planner.received) == 2, "the reports came")
+            got = [(r.num_steps, r.context.batch_size) for r in planner.received[1].reports]
+            assert sorted(got) == [(3, 2), (30, 2), (300, 5), (3000, 6), (30000, 6)]
+            assert all(r.num_catch_up_steps == r.num_steps for r in planner.received[1].reports)
+
+
+async def test_many_sums_travel_in_messages_that_the_planner_takes(tmp_path: Path) -> None:
+    """After an outage on a fine grid no message is too large; the question comes last."""
+    planner = Planner()
+    address = f"unix:{tmp_path}/planner.sock"
+    async with client_of(address) as (client, told):
+        for _ in range(2):
+            client.report(reports(*(sums(1, bucket=b) for b in range(1300)), ask=CONTEXT))
+        async with planner_at(address, planner):
+            await until(lambda: any(isinstance(m, Decision) for m in told), "an answer")
+    assert [len(r.reports) for r in planner.received] == [0, 512, 512, 276]
+    assert [r.HasField("ask") for r in planner.received] == [False, False, False, True]
+    assert planner.steps() == [(2, 2)] * 1300
+
+
+async def test_one_question_is_under_way_at_a_time(tmp_path: Path) -> None:
+    """While the planner owes an answer the newest question waits, unless that answers it."""
+    planner = Planner()
+    planner.silent = True
+    address = f"unix:{tmp_path}/planner.sock"
+    async with planner_at(address, planner), client_of(address) as (client, told):
+        await until(lambda: client.connected, "connected")
+        for batch_size in (2, 3, 4):
+            ask = msgspec.structs.replace(CONTEXT, batch_size=batch_size)
+            client.report(reports(sums(batch_size), ask=ask))
+            await until(lambda n=batch_size: (2, n) in planner.steps(), "sums")  # type: ignore[misc]
+        assert planner.asked() == [2]
+        planner.silent = False
+        client.report(reports(sums(9)))
+        await until(lambda: len(told) == 3, "both answers")
+        assert planner.asked() == [2, 4]
+        planner.silent = True
+        client.report(reports(ask=CONTEXT))
+        await until(lambda: len(planner.asked()) == 3, "asked")
+        client.report(reports(ask=msgspec.structs.replace(CONTEXT, batch_size=1)))
+        planner.silent = False
+        client.report(reports(sums(10)))
+        await until(lambda: len(told) == 4, "an answer")  # about bucket 0: batches of 1
+        client.report(reports(sums(11)))
+        await until(lambda: (2, 11) in planner.steps(), "sums")
+        assert planner.asked() == [2, 4, 2]
+
+
+async def test_a_planner_that_owes_an_answer_for_long_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that a faulty planner lost on an open stream does not end all questions."""
+    monkeypatch.setattr("worker.planner_client.ASK_AGAIN_S", 0.05)
+    planner = Planner()
+    planner.silent = True
+    address = f"unix:{tmp_path}/planner.sock"
+    async with planner_at(address, planner), client_of(address) as (client, _):
+        await until(lambda: client.connected, "connected")
+
+        def asked_again() -> bool:
+            client.report(reports(ask=CONTEXT))
+            return len(planner.asked()) == 2
+
+        await until(asked_again, "asked again")
+
+
 async def test_an_unread_stream_never_holds_the_engine_up(tmp_path: Path) -> None:
     """With a planner that reads nothing, reporting returns at once and sums stay together."""
     planner = Planner()
@@ -216,18 +303,19 @@ async def test_an_unread_stream_never_holds_the_engine_up(tmp_path: Path) -> Non
 
 
 async def test_decisions_out_of_range_are_ignored_or_cut(tmp_path: Path) -> None:
-    """A gamma below 0 never reaches the engine, one above the worker's own is cut to that."""
+    """Drafts below 0 never reach the engine, and those above the worker's own are cut to that."""
     planner = Planner()
     address = f"unix:{tmp_path}/planner.sock"
     async with planner_at(address, planner), client_of(address) as (client, told):
         await until(lambda: client.connected, "connected")
-        for gamma in (-1, 10**6):
-            planner.gamma = gamma
+        for gamma, extra in ((-1, 0), (3, -1), (10**6, 10**6)):
+            planner.gamma, planner.extra = gamma, extra
             before = len(planner.received)
             client.report(reports(ask=CONTEXT))
             await until(lambda n=before: len(planner.received) > n, "asked")  # type: ignore[misc]
         await until(lambda: len(told) == 2, "the other came")
         assert told[1].table[0] == (5, 1)
+        assert told[1].num_extra_drafts == 5
 
 
 def test_sums_add_position_by_position() -> None:
