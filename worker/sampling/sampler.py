@@ -52,9 +52,11 @@ def sample(
 def log_probabilities(
     logits: torch.Tensor, params: Sequence[SamplingParams], token_ids: Sequence[int]
 ) -> list[float]:
-    """How likely the tokens are that `sample` chose: log p after processors, at most 0.
+    """How likely the tokens are that `sample` chose: log p at the row's temperature, at most 0.
 
-    Of a greedy row it is that of the plain softmax: after processors it would always be 0.
+    Of a greedy row it is that of the plain softmax, where temperature would always make it 0.
+    top_k, top_p and min_p are left out: they cost more than they tell, since among the tokens
+    that they leave they raise every log p alike.
 
     Args:
         logits: [n, vocab] float32 on the CPU; left as they are.
@@ -71,14 +73,11 @@ def log_probabilities(
 
 def _log_probability(logits: Float32s, params: SamplingParams, token_id: int) -> float:
     z = logits - logits.max()
-    kept = None
     if not _is_greedy(params):
         z *= np.float32(1 / params.temperature)
-        kept = _kept(z, params)
     chosen = z[token_id]
-    weights = np.exp(z, out=z) if kept is None else np.exp(z[kept])
-    # The largest weight is 1 and among them: the sum is at least 1, and its logarithm at least 0.
-    return float(chosen - np.log(weights.sum()))
+    # The largest weight is 1: their sum is at least that, and its logarithm at least 0.
+    return float(chosen - np.log(np.exp(z, out=z).sum()))
 
 
 def _is_greedy(params: SamplingParams) -> bool:

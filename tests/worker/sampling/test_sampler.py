@@ -242,8 +242,8 @@ def test_refuses_misuse() -> None:
 
 
 @pytest.mark.parametrize("fields", GRID)
-def test_log_probabilities_are_those_of_what_was_sampled_from(fields: dict[str, float]) -> None:
-    """The chosen token's log p after processors, at most 0; of greedy rows, the softmax's."""
+def test_log_probabilities_are_those_of_the_softmax(fields: dict[str, float]) -> None:
+    """The chosen token's log p at the row's temperature, at most 0; greedy rows', at 1."""
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.normal(0, 4, (40, 1000)).astype(np.float32))
     before = logits.clone()
@@ -251,7 +251,7 @@ def test_log_probabilities_are_those_of_what_was_sampled_from(fields: dict[str, 
     chosen = sample(logits, [p] * 40, range(40))
     found = log_probabilities(logits, [p] * 40, chosen)
     assert torch.equal(logits, before)
-    plain = params() if p.temperature == 0 or p.top_k == 1 else p
+    plain = params(temperature=1.0 if p.temperature == 0 or p.top_k == 1 else p.temperature)
     for row, token_id, log_p in zip(logits.numpy(), chosen, found, strict=True):
         assert log_p <= 0
         assert log_p == pytest.approx(math.log(plain_probabilities(row, plain)[token_id]), abs=2e-5)
