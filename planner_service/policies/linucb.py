@@ -1,0 +1,132 @@
+"""Policy `linucb`: disjoint linear models of the speed-up, and upper bounds (arXiv 1003.0146).
+
+    theta = A^-1 b,   take the largest  theta' x + alpha sqrt(x' A^-1 x),   A = ridge + sum x x'
+
+x holds a constant, batch size, its square and logarithm, and KV tokens per row; the reward is
+the throughput per request over that of gamma 0, so that alpha has one meaning on any machine.
+Each step weighs with its time: at a single context the fit is the ratio of sums. With a half-life
+A and b forget, the ridge does not: D-LinUCB (Russac, Vernade and Cappe, 2019) in its simpler
+form, with one matrix. Draft prefill is charged to gamma > 0; the switching cost is not, as the
+algorithm knows of no state. An arm is held for some steps at a batch size.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from planner_service.context import Context, Outcome
+from planner_service.policies.held import (
+    HALF_LIFE,
+    HOLD_STEPS,
+    Drawn,
+    gamma_max,
+    half_life_of,
+    hold_or_draw,
+)
+from planner_service.policies.linear import RIDGE, LinearArms, Ran, features_now
+from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
+from planner_service.session import Session
+from planner_service.sums import Stats, observe
+
+
+class LinearSpeedup(Policy):
+    """What the two bandits with linear models share: rewards, and all but the draw."""
+
+    def __init__(
+        self, name: str, gamma_max: int, hold_steps: int, half_life: float, ridge: float
+    ) -> None:
+        self._gamma_max = gamma_max
+        self._hold_steps = hold_steps
+        self._arms = LinearArms(name, half_life, ridge)
+
+    def select(
+        self, context: Context, stats: Stats, session: Session, rng: random.Random
+    ) -> tuple[Choice, Session]:
+        """Hold the arm, or draw the next one."""
+        largest = min(self._gamma_max, context.max_gamma)
+        rate = self._arms.ratio(stats, 0) or self._arms.overall_ratio(stats, largest) or 1.0
+        rates, variances, num_steps = self._arms.predict(stats, features_now(context), largest)
+        means = [rate_there / rate for rate_there in rates]
+        prefill = stats.draft_prefill_us_per_token * context.bucket / 1e6 * rate
+        if prefill:
+            for gamma in range(1, largest + 1):
+                means[gamma] /= 1 + max(means[gamma], 0.0) * prefill
+        # Until speculation was tried, nothing says that it is off.
+        exploit = best([m if n else math.inf for m, n in zip(means, num_steps, strict=True)])
+
+        def draw(feasible: int) -> Drawn:
+            arm, propensity = self._draw(means[: feasible + 1], variances[: feasible + 1], rng)
+            return Drawn(arm, arm != exploit, propensity)
+
+        return hold_or_draw(
+            context,
+            session,
+            largest=largest,
+            hold_steps=self._hold_steps,
+            exploit=exploit,
+            draw=draw,
+        )
+
+    def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
+        """The common sums, and what the arm's regression of tokens over seconds gains."""
+        learned, ran = observe(context, gamma, outcome), Ran.of(context, outcome)
+        if ran is None:
+            return learned
+        own = self._arms.learned(stats, gamma, ran, ran.seconds, ran.tokens_per_request)
+        return learned._replace(own=own)
+
+    def _draw(
+        self, means: Sequence[float], variances: Sequence[float], rng: random.Random
+    ) -> tuple[int, float]:
+        """An arm and its probability."""
+        raise NotImplementedError
+
+
+class LinUcb(LinearSpeedup):
+    """Takes the largest upper bound; nothing is drawn."""
+
+    def __init__(
+        self, gamma_max: int, hold_steps: int, half_life: float, ridge: float, alpha: float
+    ) -> None:
+        super().__init__("linucb", gamma_max, hold_steps, half_life, ridge)
+        self._alpha = alpha
+
+    def _draw(
+        self, means: Sequence[float], variances: Sequence[float], rng: random.Random
+    ) -> tuple[int, float]:
+        alpha, pairs = self._alpha, zip(means, variances, strict=True)
+        return best([mean + alpha * math.sqrt(variance) for mean, variance in pairs]), 1.0
+
+
+def best(values: Sequence[float]) -> int:
+    """Index of the largest value, of equals the last."""
+    return max(range(len(values)), key=lambda arm: (values[arm], arm))
+
+
+SPEC = PolicySpec(
+    name="linucb",
+    summary="Upper confidence bounds on linear models of the speed-up, from batch size and KV.",
+    parameters=(
+        gamma_max(5),
+        HOLD_STEPS,
+        HALF_LIFE,
+        RIDGE,
+        Parameter(
+            name="alpha",
+            kind="float",
+            default=1.0,
+            minimum=0.0,
+            maximum=100.0,
+            help="width of the bounds",
+        ),
+    ),
+    make=lambda values: LinUcb(
+        int(values["gamma_max"]),
+        int(values["hold_steps"]),
+        half_life_of(values["half_life"]),
+        float(values["ridge"]),
+        float(values["alpha"]),
+    ),
+)
