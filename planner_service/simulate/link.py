@@ -21,6 +21,7 @@ from planner_service.versions import EVERYONE, Book
 REPORT_S = 0.02
 TABLE_S = 60.0
 NO_BUCKET = -1
+_NOTHING = (0, 0)  # where a table says nothing
 
 
 class Word(NamedTuple):
@@ -147,40 +148,42 @@ class Planned:
         self._clock, self._delay = clock, answer_delay_steps
         self._latest: Decision | None = None
         self._arrived_at = 0.0
-        self._held: dict[int, _Held] = {}
-        self._answers: list[tuple[int, Decision]] = []  # (steps until it arrives, answer)
-        self._asked: int | None = None  # bucket of the open question
-        self._sums: dict[tuple[int, int, str], _Sums] = {}
+        self._grid: BucketGrid | None = None
+        self._held: dict[int, _Held] = {}  # by bucket of the grid
+        self._answer: tuple[int, Decision] | None = None  # under way, with the steps it takes
+        self._sums: dict[tuple[str, int, int, int, bool], _Sums] = {}
         self._sent_at = -1.0
-
-    @property
-    def planner(self) -> Planner:
-        """The core, for those who look at what was learned."""
-        return self._planner
 
     def choose(self, batch_size: int, num_kv_tokens: int) -> Word:
         """The gamma for a batch, by the order of trust; not yet clamped to what is feasible."""
         latest = self._latest
         if latest is None:
             return Word(0)
-        grid = latest.choice.grid
-        bucket = batch_size if grid is None else grid.bucket(batch_size, num_kv_tokens)
+        bucket = self._bucket(batch_size, num_kv_tokens)
         held = self._held.get(bucket)
         if held is not None:
             return held.word
-        choice = latest.choice
-        gamma = choice.gamma if bucket == _bucket(latest) else None
-        if gamma is None and bucket in choice.table:
-            gamma = choice.table[bucket][0]
-        if gamma is None or self._clock() - self._arrived_at > TABLE_S:
-            return Word(0, bucket)
-        return Word(gamma, bucket, latest.decision_id, False, False, choice.num_extra_drafts)
+        choice, asked = latest.choice, latest.context
+        if bucket == self._bucket(asked.batch_size, asked.num_kv_tokens):
+            gamma = choice.gamma
+        else:
+            gamma = choice.table.get(bucket, _NOTHING)[0]
+        if self._clock() - self._arrived_at > TABLE_S:
+            gamma = 0
+        extra = choice.num_extra_drafts
+        return Word(gamma, bucket, latest.decision_id, num_extra_drafts=extra)
+
+    def _bucket(self, batch_size: int, num_kv_tokens: int) -> int:
+        if self._grid is None:
+            return batch_size
+        return self._grid.bucket(batch_size, num_kv_tokens)
 
     def ran(self, step: Ran) -> None:
         """Add a step up; hand over what is due, and ask where a decision is missing."""
-        word = step.word
-        teaches = step.context.feasible_max_gamma > 0
-        key = (word.bucket, step.gamma, word.decision_id if teaches else "")
+        word, context = step.word, step.context
+        teaches = context.feasible_max_gamma > 0
+        decision_id = word.decision_id if teaches else ""
+        key = (decision_id, step.gamma, word.bucket, context.batch_size, teaches)
         sums = self._sums.get(key)
         if sums is None:
             sums = self._sums[key] = _Sums()
@@ -192,16 +195,18 @@ class Planned:
             if held.num_steps_left <= 0:
                 del self._held[word.bucket]
                 hold_ended = True
-        self._arrive()
-        asks = word.bucket not in self._held and self._asked != word.bucket
+        if self._answer is not None:
+            self._wait(*self._answer)
+        bucket = self._bucket(context.batch_size, context.num_kv_tokens)
+        asks = self._answer is None and bucket not in self._held
         if asks or hold_ended or self._clock() - self._sent_at >= REPORT_S:
-            self._send()
+            self._report()
         if asks:
             self._ask(step)
 
-    def _send(self) -> None:
+    def _report(self) -> None:
         self._sent_at = self._clock()
-        for (_, gamma, decision_id), sums in self._sums.items():
+        for (decision_id, gamma, *_), sums in self._sums.items():
             report = Report(sums.context, gamma, decision_id, sums.outcome())
             self._planner.learn(self._stream, report)
         self._sums.clear()
@@ -211,36 +216,32 @@ class Planned:
         decision = self._planner.decide(self._stream, question)
         if self._planner.num_policy_faults:
             raise EngineFailure("the policy failed and was withdrawn; the log says why")
-        self._asked = step.word.bucket
-        self._answers.append((self._delay, decision))
-        if self._delay == 0:
-            self._arrive()
+        if self._delay:
+            self._answer = (self._delay, decision)
+        else:
+            self._take(decision)
 
-    def _arrive(self) -> None:
-        if not self._answers:
-            return
-        waiting = []
-        for delay, decision in self._answers:
-            if delay > 1:
-                waiting.append((delay - 1, decision))
-                continue
-            self._latest, self._arrived_at, self._asked = decision, self._clock(), None
-            choice, bucket = decision.choice, _bucket(decision)
-            word = Word(
-                choice.gamma,
-                bucket,
-                decision.decision_id,
-                True,
-                choice.explored,
-                choice.num_extra_drafts,
-            )
-            self._held[bucket] = _Held(word, choice.hold_steps)
-        self._answers = waiting
+    def _wait(self, num_steps: int, decision: Decision) -> None:
+        if num_steps > 1:
+            self._answer = (num_steps - 1, decision)
+        else:
+            self._answer = None
+            self._take(decision)
 
-
-def _bucket(decision: Decision) -> int:
-    grid: BucketGrid | None = decision.choice.grid
-    asked = decision.context
-    if grid is None:
-        return asked.bucket
-    return grid.bucket(asked.batch_size, asked.num_kv_tokens)
+    def _take(self, decision: Decision) -> None:
+        """A decision arrived; one of another grid ends all that was held."""
+        choice, asked = decision.choice, decision.context
+        if choice.grid != self._grid:
+            self._grid = choice.grid
+            self._held.clear()
+        self._latest, self._arrived_at = decision, self._clock()
+        bucket = self._bucket(asked.batch_size, asked.num_kv_tokens)
+        word = Word(
+            choice.gamma,
+            bucket,
+            decision.decision_id,
+            True,
+            choice.explored,
+            choice.num_extra_drafts,
+        )
+        self._held[bucket] = _Held(word, choice.hold_steps)

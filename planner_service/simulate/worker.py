@@ -95,7 +95,8 @@ class Worker:
         sums = rows.expected_sums(self._max_gamma)
         possible = min(self._max_gamma, rows.most_left - 1, MAX_BATCHED_TOKENS // n - 1)
         wanted = min(word.gamma, possible)
-        extra = min(word.num_extra_drafts, possible - wanted) if wanted else 0
+        # With nobody to choose between, a row's own first drafts are verified.
+        extra = min(word.num_extra_drafts, possible - wanted) if wanted and n > 1 else 0
         gamma, caught, done = self._emit(wanted, extra)
         num_prefill = 0
         if intake.has_work:
