@@ -1,0 +1,117 @@
+"""Replays a policy over a log: with which probability it would have drawn each arm, bin by bin.
+
+The policy is asked in every context in which an arm was drawn. It learns from what was logged, so
+a policy that would have drawn other arms learns here from those of the log, and it begins from
+nothing. The session of a stream goes on as if the logged arm had been its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+
+from nightjar.errors import NightjarError
+from planner_service.bins import Arm, Bin, Event
+from planner_service.context import Context
+from planner_service.policies.policy import Choice, Policy, check_choice
+from planner_service.session import Session
+from planner_service.sums import NOTHING, Stats
+
+MAX_DRAWS = 24  # per bin
+DRAWS_OF_A_HELD_ARM = (
+    6  # draws of one arm alone, with the probability it had, after which it is held
+)
+_SEEN = 0.9999  # of the probability: enough
+
+Probabilities = Mapping[Arm, float]
+
+
+class Replay:
+    """Policy `policy` over one profile's log."""
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self._policy = policy
+        self._rng = random.Random(seed)
+        self._stats: Stats = NOTHING
+        self._sessions: dict[str, Session] = {}  # by worker
+        self._held: dict[tuple[str, int], Probabilities] = {}  # of each stream's last draw
+        self._arms: set[Arm] = set()  # ever drawn
+        self.unseen: dict[Bin, float] = {}  # probability of arms that no draw showed
+
+    def run(self, events: Iterable[Event]) -> dict[Bin, Probabilities]:
+        """The probability of each arm at each draw at which there was a choice.
+
+        Raises:
+            NightjarError: The policy fails.
+        """
+        found: dict[Bin, Probabilities] = {}
+        for event in events:
+            worker = event.drawn.worker_id if isinstance(event, Bin) else event.worker_id
+            session = self._sessions.get(worker, Session())
+            if isinstance(event, Bin):
+                if event.drawn.context.largest_gamma > 0:
+                    found[event], session = self._draw(event, session)
+                gamma = event.drawn.arm.gamma
+                self._sessions[worker] = session._replace(previous_gamma=gamma)
+                continue
+            context, outcome = event.context, event.outcome
+            try:
+                learned = self._policy.update(self._stats, context, event.gamma, outcome)
+            except Exception as error:  # whatever a policy raises
+                raise NightjarError(
+                    f"the policy failed to learn from {context}: {error!r}"
+                ) from error
+            self._stats = self._stats.plus(learned)
+            if context.feasible_max_gamma > 0:
+                self._sessions[worker] = session.after_steps(context.bucket, outcome.num_steps)
+        return found
+
+    def _draw(self, drawn: Bin, session: Session) -> tuple[Probabilities, Session]:
+        """Ask until the arms drawn hold nearly all probability, or often enough."""
+        logged, context = drawn.drawn.arm, drawn.drawn.context
+        key = (drawn.drawn.worker_id, context.bucket)
+        held = self._held.get(key, {})
+        seen: dict[Arm, float] = {}
+        kept: Session | None = None
+        for number in range(MAX_DRAWS):
+            choice, after = self._ask(context, session)
+            arm = Arm(choice.gamma, choice.num_extra_drafts)
+            seen[arm] = choice.propensity
+            if kept is None or arm == logged:
+                kept = after
+            if sum(seen.values()) >= _SEEN:
+                break
+            if number >= DRAWS_OF_A_HELD_ARM and len(seen) == 1 and held.get(arm) == seen[arm]:
+                return held, after  # always the same: in the middle of a bin of its own
+        assert kept is not None
+        probabilities = self._spread(drawn, seen)
+        self._held[key] = probabilities
+        return probabilities, kept
+
+    def _ask(self, context: Context, session: Session) -> tuple[Choice, Session]:
+        try:
+            choice, after = self._policy.select(context, self._stats, session, self._rng)
+            problem = check_choice(choice, context)
+        except Exception as error:  # whatever a policy raises
+            problem = f"raised {error!r}"
+        if problem:
+            raise NightjarError(f"the policy failed in {context}: {problem}")
+        return choice, after
+
+    def _spread(self, drawn: Bin, seen: dict[Arm, float]) -> Probabilities:
+        """Give the probability that no draw showed to the policy's other arms, evenly.
+
+        Exact where it explores evenly, as most do; else wrong by `unseen` at most.
+        """
+        self._arms |= set(seen)
+        total = sum(seen.values())
+        if total > 1:  # rounding, or propensities that a policy only estimates
+            return {arm: share / total for arm, share in seen.items()}
+        largest = drawn.drawn.context.largest_gamma
+        others = [arm for arm in self._arms if arm not in seen and arm.gamma <= largest]
+        left = 1 - total
+        if left > 1 - _SEEN:
+            self.unseen[drawn] = left
+        if not others:
+            return {arm: share / total for arm, share in seen.items()}
+        return seen | dict.fromkeys(others, left / len(others))
