@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("nightjar.up:main", "start the whole system here; Ctrl-C stops it"),
     "chat": ("nightjar.chat:main", "send prompts to a running system"),
     "policy": ("planner_service.cli:main", "list, activate, roll back and inspect policies"),
+    "simulate": ("planner_service.simulate.cli:main", "compare policies on a simulated worker"),
     "healthcheck": ("nightjar.healthcheck:main", "exit 0 if a service is ready"),
     "compile": ("worker.compile_cli:main", "build and cache the compiled forward of a model"),
     "planner": ("planner_service.main:main", "run the planner service"),

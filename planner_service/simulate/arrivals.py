@@ -16,7 +16,8 @@ import numpy as np
 from nightjar.errors import ConfigError
 
 _CHUNK = 4096
-MAX_TOKENS = 10**9
+ENDLESS = 10**6  # output tokens from which a row never ends in a run
+MAX_TOKENS = ENDLESS - 1  # of a request in a trace
 # ShareGPT's mean lengths; the spread is a guess, and the texts, hence the acceptance, are not.
 _MEAN_PROMPT, _MEAN_OUTPUT, _SIGMA, _MOST = 161.3, 338.0, 0.8, 2048
 
@@ -43,6 +44,7 @@ class Lengths(Protocol):
     name: str
     mean_prompt: float
     mean_output: float
+    most: int  # tokens of a request, those of an endless output aside
 
     def draw(self, rng: np.random.Generator, first: int, number: int) -> Pairs:
         """Prompt and output tokens of requests [first, first + number), each at least 1."""
@@ -54,6 +56,7 @@ class ShareGptLike:
 
     name = "ShareGPT-like lengths"
     mean_prompt, mean_output = _MEAN_PROMPT, _MEAN_OUTPUT
+    most = 2 * _MOST
 
     def draw(self, rng: np.random.Generator, first: int, number: int) -> Pairs:
         """Prompt and output tokens of requests [first, first + number), each at least 1."""
@@ -73,6 +76,7 @@ class FixedLengths:
     def __init__(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         self.name = f"lengths {num_prompt_tokens}/{num_output_tokens}"
         self.mean_prompt, self.mean_output = float(num_prompt_tokens), float(num_output_tokens)
+        self.most = num_prompt_tokens + (num_output_tokens if num_output_tokens < ENDLESS else 0)
 
     def draw(self, rng: np.random.Generator, first: int, number: int) -> Pairs:
         """Prompt and output tokens of requests [first, first + number)."""
@@ -86,6 +90,7 @@ class TraceLengths:
         self.name = f"lengths of {name}"
         self.mean_prompt = sum(prompts) / len(prompts)
         self.mean_output = sum(outputs) / len(outputs)
+        self.most = max(map(sum, zip(prompts, outputs, strict=True)))
         self._pairs = list(zip(prompts, outputs, strict=True))
 
     def draw(self, rng: np.random.Generator, first: int, number: int) -> Pairs:

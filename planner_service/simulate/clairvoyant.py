@@ -20,18 +20,14 @@ Ints = NDArray[np.int64]
 _BUDGET = 1024  # draft prefill of a step
 
 
-def optimum(
-    arm_us: Floats, arm_tokens: Floats, truth: CostTable, lengths: Lengths
-) -> tuple[Floats, Ints]:
+def optimum(arm_us: Floats, arm_tokens: Floats) -> tuple[Floats, Ints]:
     """Tokens per microsecond of the best gamma, and that gamma, at each step.
 
     Args:
-        arm_us: [steps, gammas], of the decode step alone.
+        arm_us: [steps, gammas], draft prefill included.
         arm_tokens: [steps, gammas], over all rows.
-        truth: Says what the draft's prefill costs.
-        lengths: Of the requests; say how many prompts there are per emitted token.
     """
-    theta = arm_tokens / (arm_us + prefill_us(arm_tokens, truth, lengths))
+    theta = arm_tokens / arm_us
     best: Ints = np.argmax(theta, axis=1)
     return theta[np.arange(len(best)), best], best
 
@@ -59,7 +55,8 @@ class Clairvoyant:
         sums = self._rows.expected_sums(self._max_gamma)
         tokens = batch_size + np.concatenate([[0.0], np.cumsum(sums)])[None, :]
         us = self._truth.steps_us(np.array([batch_size]), np.array([num_kv_tokens]))
-        _, best = optimum(us[:, : self._max_gamma + 1], tokens, self._truth, self._lengths)
+        prefill = prefill_us(tokens, self._truth, self._lengths)
+        _, best = optimum(us[:, : self._max_gamma + 1] + prefill, tokens)
         return Word(int(best[0]))
 
     def ran(self, step: Ran) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nightjar.errors import ConfigError
 from planner_service.policies.policy import Policy
 from planner_service.simulate.acceptance import Acceptance, stationary
 from planner_service.simulate.arrivals import Arrivals
-from planner_service.simulate.clairvoyant import Clairvoyant, optimum
+from planner_service.simulate.clairvoyant import Clairvoyant, optimum, prefill_us
 from planner_service.simulate.cost import CostTable
 from planner_service.simulate.intake import Intake
 from planner_service.simulate.link import Chooser, Planned
@@ -45,9 +46,18 @@ class Scenario:
         """The cost of steps in the run with this seed."""
         return self.truth.perturbed(seed, self.noise).with_kv_slope(self.kv_slope_factor)
 
-    def with_(self, **changes: Any) -> Scenario:
-        """The same but for these fields."""
-        return replace(self, **changes)
+    def check(self) -> None:
+        """Refuse a closed loop whose requests cannot run.
+
+        Raises:
+            ConfigError: The pool is too small for one of them.
+        """
+        most = self.arrivals.lengths.most + self.max_gamma + 1
+        if self.arrivals.kind == "closed" and most > self.kv_pool_tokens:
+            raise ConfigError(
+                f"a closed loop needs a KV pool of at least {most} tokens, one request's, "
+                f"not {self.kv_pool_tokens}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +85,7 @@ class Result:
     num_catch_up_tokens: Ints
     sum_stale_tokens: Ints  # before the step
     arm_us: Floats  # [steps, max_gamma + 1]: the decode step alone, at each gamma
+    arm_prefill_us: Floats  # [steps, max_gamma + 1]: draft prefill in the long run
     arm_tokens: Floats  # [steps, max_gamma + 1]
     ttft_s: Floats  # [requests], first token after arrival
     latency_s: Floats  # [requests], last token after arrival
@@ -193,7 +204,8 @@ def _result(
     sums = np.array(columns["sums"], float).reshape(len(gamma), max_gamma)
     accepted = np.concatenate([np.zeros((len(gamma), 1)), np.cumsum(sums, axis=1)], axis=1)
     arm_tokens = batch_size[:, None] + accepted
-    theta, best = optimum(arm_us, arm_tokens, truth, scenario.arrivals.lengths)
+    arm_prefill_us = prefill_us(arm_tokens, truth, scenario.arrivals.lengths)
+    theta, best = optimum(arm_us + arm_prefill_us, arm_tokens)
     other_us = catch_up_us + draft_prefill_us + np.array(columns["extra_draft_us"], float)
     return Result(
         scenario=scenario,
@@ -213,6 +225,7 @@ def _result(
         num_catch_up_tokens=np.array(columns["num_catch_up_tokens"], np.int64),
         sum_stale_tokens=np.array(columns["sum_stale_tokens"], np.int64),
         arm_us=arm_us,
+        arm_prefill_us=arm_prefill_us,
         arm_tokens=arm_tokens,
         ttft_s=np.array([r.first_token_at - r.arrived_at for r, _ in intake.finished]),
         latency_s=np.array([end - r.arrived_at for r, end in intake.finished]),
