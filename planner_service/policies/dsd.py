@@ -10,8 +10,8 @@ Every 20 steps, for the whole batch and whatever its size becomes meanwhile,
   T = t1 + t2 B + t3 Bk + t4 KV + k (d1 + d2 KV), by least squares over all timed steps of the
   profile; the moments add up, so planners share them.
 
-As published, k = 0 is a trap: no step drafts, so `a` stays as it is, however good the draft
-became. A stream that starts anew, or a fit that lacks data, is the only way out.
+As published, k = 0 is a trap: where no worker drafts, `a` stays as it is, however good the draft
+became. The ways out are a stream that starts anew and a fit that lacks data.
 
 What differs. Times are measured as the profile serves and not by a run beforehand. Until they
 tell T, the arms that do are run: of k = 0 and the largest k (T is linear in between) the one

@@ -4,9 +4,8 @@ Every row drafts gamma + e tokens; of all rows' drafts the worker verifies the g
 largest cumulative log-probability, which are a prefix of each row's. Gamma is fixed, or is what
 `dsd` decides; from a batch of `min_batch_size` rows on there are extra drafts.
 
-As in the paper's composition, the times of `dsd` are fitted to steps with the extra drafts (their
-cost falls to the draft's share), and its acceptance is that of the drafts that were selected,
-which is higher than that of all.
+Over `dsd` the times are fitted to steps with the extra drafts, whose cost falls to the draft's
+share, and the acceptance is that of the drafts that were selected, which is higher than of all.
 """
 
 from __future__ import annotations
