@@ -35,6 +35,9 @@ class PlannerConfig:
         check=lambda share: 0 <= share <= 0.5,
         limit="0 to 0.5",
     )
+    plugin_timeout_ms: float = at_least(
+        0.1, 5, "milliseconds that a decision waits for a policy of another package"
+    )
     audit_log: str = option(
         "", "file that gets a line of JSON for every decision and report; empty writes none"
     )

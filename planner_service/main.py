@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -18,6 +19,7 @@ from planner_service.audit import AuditLog
 from planner_service.config import PlannerConfig
 from planner_service.ledger import Ledger
 from planner_service.planner import Planner
+from planner_service.plugins.discovery import load_plugins
 from planner_service.policies import BUILT_IN
 from planner_service.policies.policy import Registry
 from planner_service.server import PlannerServicer
@@ -46,7 +48,16 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
     Raises:
         ConfigError: The store's URL, the first policy, the audit log or the address is wrong.
     """
+    plugins, process = await asyncio.to_thread(
+        load_plugins, registry, config.plugin_timeout_ms / 1000
+    )
+    with contextlib.ExitStack() as stack:
+        if process is not None:
+            stack.callback(process.close)
+        await _serve(config, {**registry, **plugins})
 
+
+async def _serve(config: PlannerConfig, registry: Registry) -> None:
     def withdraw(version_id: str, because: str, at_ms: int) -> None:
         sync.withdraw(version_id, because, at_ms)
 

@@ -127,6 +127,11 @@ class PolicySpec:
         Raises:
             InvalidRequest: A parameter is unknown, or its value is not allowed.
         """
+        values, texts = self.read(given)
+        return self.make(values), texts
+
+    def read(self, given: Mapping[str, str]) -> tuple[dict[str, ParameterValue], dict[str, str]]:
+        """All parameters, defaults filled in, as values and as text; raises as `build` does."""
         known = {parameter.name: parameter for parameter in self.parameters}
         for name in given:
             if name not in known:
@@ -134,7 +139,7 @@ class PolicySpec:
                 shown = name[:MAX_VALUE_CHARACTERS]
                 raise InvalidRequest(f"parameters.{shown}", f"policy {self.name!r} {takes}")
         values = {n: p.parse(given[n]) if n in given else p.default for n, p in known.items()}
-        return self.make(values), {name: str(value) for name, value in values.items()}
+        return values, {name: str(value) for name, value in values.items()}
 
     @contextmanager
     def on_trial(self, given: Mapping[str, str]) -> Iterator[tuple[Policy, dict[str, str]]]:

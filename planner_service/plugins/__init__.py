@@ -1,0 +1,1 @@
+"""Policies of other packages, in one process of their own: what they do wrong stays there."""

@@ -1,0 +1,59 @@
+"""One process that plug-ins run in, from its start to its end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from planner_service.plugins.wire import Closed, Link, Nonsense
+
+
+class Child:
+    """The process and the connection to it; one thread at a time may use them."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "planner_service.plugins.host", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output is the planner's own
+                pass_fds=[theirs.fileno()],
+            )
+        self.link = Link(ours)
+        self.pid = self._process.pid
+        self._started_at = time.monotonic()
+
+    def told(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer, or the problem; a process that gives none is killed.
+
+        Returns:
+            "answer" or "problem".
+        """
+        try:
+            self.link.send(message, timeout_s)
+            return dict(self.link.receive(timeout_s))
+        except TimeoutError:
+            problem = f"gave no answer within {timeout_s:g} s"
+        except (Closed, Nonsense) as error:
+            problem = f"ended the process of the plug-ins ({error})"
+        self.kill()
+        return {"problem": problem}
+
+    def ended(self) -> bool:
+        """Whether `kill` was called."""
+        return self.link.closed
+
+    def kill(self) -> None:
+        """End it at once, whatever it does; does not wait."""
+        self.link.close()
+        self._process.kill()
+
+    def reap(self) -> float:
+        """Wait until it has ended; returns how many seconds it lasted."""
+        self._process.wait()
+        return time.monotonic() - self._started_at
