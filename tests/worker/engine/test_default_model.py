@@ -41,7 +41,7 @@ def rig_for(models: Models, vocab_size: int, gamma: int | Callable[[], int]) -> 
 
 
 def test_gamma_changes_no_answer(models: Models, smollm2: Path) -> None:
-    """Gamma 0, 3 and 8 alone, and a mixed batch of changing gamma, greedy and sampled."""
+    """Gamma 0, 3 and 8 alone, and a batch of changing gammas, greedy and sampled, some extra."""
     tokenizer = Tokenizer.load(smollm2)
     requests: list[tuple[list[int], SamplingParams]] = [
         (
@@ -66,8 +66,9 @@ def test_gamma_changes_no_answer(models: Models, smollm2: Path) -> None:
         rig.submit(0, text, sampling)
         rig.run()
         answers.append(rig.tokens(0))
-    gammas = iter([0, 3, 8, 1, 5, 0, 2, 4] * 100)
+    gammas, extras = iter([0, 3, 8, 1, 5, 0, 2, 4] * 100), iter([0, 1, 2, 3, 2] * 100)
     rig = rig_for(models, tokenizer.vocab_size, lambda: next(gammas))
+    rig.extra = lambda: next(extras)
     for request_id, (text, sampling) in enumerate(requests):
         rig.submit(request_id, text, sampling)
         rig.step()
