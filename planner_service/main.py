@@ -48,9 +48,7 @@ async def serve(config: PlannerConfig, registry: Registry = BUILT_IN) -> None:
     Raises:
         ConfigError: The store's URL, the first policy, the audit log or the address is wrong.
     """
-    plugins, process = await asyncio.to_thread(
-        load_plugins, registry, config.plugin_timeout_ms / 1000
-    )
+    plugins, process = load_plugins(registry, config.plugin_timeout_ms / 1000)
     with contextlib.ExitStack() as stack:
         if process is not None:
             stack.callback(process.close)
