@@ -3,8 +3,12 @@
     total = snapshot (as last read from the store, or confirmed by it)
           + lost     (not in the store and never to be: it lost this, refused it, or was away too
                       long; kept here so that decisions do not forget)
-          + flight   (sent under a number, not confirmed; sent again unchanged until it is)
+          + flights  (sent under a number, not confirmed; sent again unchanged until they are)
           + pending  (learned since)
+
+With the sums the store keeps a mark, the number of our last flight that it has. After a failover
+or a crash the mark may be lower than it was: confirmed flights are kept for a while, and those
+that the store no longer has are sent again, under their numbers and in their order.
 
 A group is a profile's sums, or the acceptance of all profiles of two models. Pure: the clock is
 passed in.
@@ -12,13 +16,26 @@ passed in.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from planner_service.sums import NOTHING, ArmSums, Stats, Totals
 
-# Entries on their way over all groups; what is learned beyond it stays in memory only.
+# Entries on their way over all groups; what is learned beyond it stays in memory only. As many
+# are kept for the case that the store loses them.
 MAX_PENDING_ARMS = 65_536
+KEPT_S = 30.0
+
+
+class Flight(NamedTuple):
+    """Sums on their way into the store."""
+
+    number: int
+    sums: Stats
+    since: float  # when the oldest of it was learned
+    arrived: float = 0.0
 
 
 @dataclass(slots=True)
@@ -26,11 +43,11 @@ class _Group:
     total: Stats = NOTHING
     snapshot: Stats = NOTHING
     lost: Stats = NOTHING
-    flight: Stats | None = None
+    flights: deque[Flight] = field(default_factory=deque)  # the first is under way
+    kept: deque[Flight] = field(default_factory=deque)  # confirmed lately
     pending: Stats = NOTHING
-    pending_since: float | None = None
-    flight_since: float | None = None
-    number: int = 0  # of the flush in flight, or the last
+    pending_since: float = 0.0
+    mark: int = 0  # number of the last flight that the store has
     # Of the store's sums, at least: what it counts more, others wrote. -1 until they are read.
     revision: int = -1
     prior_steps: float = 0  # found in the store when it was first read
@@ -41,8 +58,8 @@ class Ledger:
 
     def __init__(self, *, stored: bool, max_pending_arms: int = MAX_PENDING_ARMS) -> None:
         self._stored = stored
-        self._max_pending_arms = max_pending_arms
-        self._num_pending_arms = 0
+        self._max_arms = max_pending_arms
+        self._num_pending_arms = self._num_kept_arms = 0
         # One count for all groups: a group that was forgotten must not start at 1 again.
         self._number = 0
         self._groups: dict[str, _Group] = {}
@@ -65,22 +82,24 @@ class Ledger:
         if not self._stored:
             return
         before = group.pending
-        new = sum(
-            1
-            for b, row in learned.buckets.items()
-            for g in row
-            if g not in before.buckets.get(b, ())
-        )
-        new += sum(1 for name in learned.own if name not in before.own)
-        new += sum(1 for name in learned.latest if name not in before.latest)
-        if self._num_pending_arms + new > self._max_pending_arms:
+        num_new = 0
+        for bucket, row in learned.buckets.items():
+            there = before.buckets.get(bucket, ())
+            for gamma in row:
+                num_new += gamma not in there
+        for name in learned.own:
+            num_new += name not in before.own
+        for name in learned.latest:
+            num_new += name not in before.latest
+        if self._num_pending_arms + num_new > self._max_arms:
             group.lost = group.lost.plus(learned)
             self.num_dropped += 1
             return
-        self._num_pending_arms += new
-        group.pending = before.plus(learned)
-        if group.pending_since is None:
-            group.pending_since = now
+        self._num_pending_arms += num_new
+        if before is NOTHING:
+            group.pending, group.pending_since = learned, now
+        else:
+            group.pending = before.plus(learned)
 
     def track(self, keys: Iterable[str]) -> None:
         """Know of groups before anything is learned for them, so that they are read."""
@@ -90,9 +109,11 @@ class Ledger:
     def forget(self, key: str) -> bool:
         """Forget a group, unless the store lacks something of it; returns whether it is gone."""
         group = self._groups.get(key)
-        if group is not None and (group.flight is not None or group.pending is not NOTHING):
-            return False
-        self._groups.pop(key, None)
+        if group is not None:
+            if group.flights or group.pending is not NOTHING:
+                return False
+            del self._groups[key]
+            self._num_kept_arms -= sum(_num_arms(flight.sums) for flight in group.kept)
         return True
 
     def groups(self) -> list[str]:
@@ -104,66 +125,81 @@ class Ledger:
         group = self._groups.get(key)
         return group.revision if group else -1
 
-    def in_flight(self, key: str) -> bool:
-        """Whether a flush was sent and not confirmed."""
-        group = self._groups.get(key)
-        return group is not None and group.flight is not None
+    def depart(self, key: str, *, waiting: bool = False) -> tuple[Flight, int] | None:
+        """The flight to send now, and the mark that the store must have reached before.
 
-    def depart(self, key: str) -> tuple[int, Stats] | None:
-        """The flush to send now, with its number; None if the store lacks nothing."""
+        None if the store lacks nothing; with `waiting`, nothing that was to be sent before.
+        """
         group = self._groups.get(key)
         if group is None:
             return None
-        if group.flight is None:
-            if group.pending is NOTHING:
-                return None
+        if not group.flights and group.pending is not NOTHING and not waiting:
             self._number += 1
-            group.number = self._number
-            group.flight, group.flight_since = group.pending, group.pending_since
-            group.pending, group.pending_since = NOTHING, None
-            self._num_pending_arms -= _num_arms(group.flight)
-        return group.number, group.flight
+            group.flights.append(Flight(self._number, group.pending, group.pending_since))
+            self._num_pending_arms -= _num_arms(group.pending)
+            group.pending = NOTHING
+        return (group.flights[0], group.mark) if group.flights else None
 
-    def confirm(self, key: str) -> None:
-        """The store has the flight, and counted a revision for it."""
-        group = self._groups[key]
-        assert group.flight is not None
-        group.snapshot = group.snapshot.plus(group.flight)
-        group.flight, group.flight_since = None, None
-        if group.revision >= 0:
-            group.revision += 1
+    def settle(self, key: str, mark: int, now: float) -> int:
+        """The store's mark is this; returns how many confirmed flights it lost.
+
+        They fly again. Those that were confirmed too long ago are not noticed here, but by
+        `adopt`.
+        """
+        group, num_lost = self._groups[key], 0
+        while group.flights and group.flights[0].number <= mark:
+            flight = group.flights.popleft()
+            group.snapshot = group.snapshot.plus(flight.sums)
+            group.revision += group.revision >= 0
+            group.kept.append(flight._replace(arrived=now))
+            self._num_kept_arms += _num_arms(flight.sums)
+        while group.kept and group.kept[-1].number > mark:
+            flight = group.kept.pop()
+            group.flights.appendleft(flight)
+            group.snapshot = _less(group.snapshot, flight.sums)
+            group.revision -= group.revision > 0
+            self._num_kept_arms -= _num_arms(flight.sums)
+            num_lost += 1
+        group.mark = mark
+        while group.kept and (
+            group.kept[0].arrived < now - KEPT_S or self._num_kept_arms > self._max_arms
+        ):
+            self._num_kept_arms -= _num_arms(group.kept.popleft().sums)
+        return num_lost
 
     def drop_flight(self, key: str) -> None:
         """The store will never take the flight: it is known here only, and counted."""
         group = self._groups[key]
-        assert group.flight is not None
-        group.lost = group.lost.plus(group.flight)
-        group.flight, group.flight_since = None, None
+        flight = group.flights.popleft()
+        group.lost, group.mark = group.lost.plus(flight.sums), flight.number
         self.num_dropped += 1
 
     def adopt(self, key: str, stored: Stats, revision: int) -> bool:
-        """Take over what the store holds; returns whether it holds less than it did.
+        """Take over what the store held with the mark just settled; returns whether it lost some.
 
-        Only between flights: with one under way it would be unknown whether it is in there. A
-        group that was forgotten in the meantime stays forgotten.
+        A group that was forgotten in the meantime stays forgotten.
         """
         group = self._groups.get(key)
         if group is None:
             return False
-        assert group.flight is None
         shrunk = revision < group.revision
         if shrunk:
             group.lost = group.lost.plus(_less(group.snapshot, stored))
         if group.revision < 0:
             group.prior_steps = max(0.0, stored.totals.steps - group.snapshot.totals.steps)
         group.snapshot, group.revision = stored, revision
-        group.total = stored.plus(group.lost).plus(group.pending)
+        total = stored.plus(group.lost)
+        for flight in group.flights:
+            total = total.plus(flight.sums)
+        group.total = total.plus(group.pending)
         return shrunk
 
     def oldest(self) -> float | None:
         """When the oldest sum that the store lacks was learned; None if it has all."""
-        ages = (t for g in self._groups.values() for t in (g.flight_since, g.pending_since))
-        return min((t for t in ages if t is not None), default=None)
+        groups = self._groups.values()
+        since = [group.flights[0].since for group in groups if group.flights]
+        since += [group.pending_since for group in groups if group.pending is not NOTHING]
+        return min(since, default=None)
 
 
 def _num_arms(stats: Stats) -> int:

