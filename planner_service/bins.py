@@ -1,7 +1,7 @@
 """From the lines of an audit log to bins: what was drawn once, held, and how it went.
 
-A bin is a decision with the steps that ran under it in the bucket it was asked for. A worker that
-asks again within a bin gets a decision for the rest of it: both are one bin, drawn once.
+A bin is a decision with the steps that ran under it in the bucket it was asked for. A decision may
+be for the rest of what an earlier one drew: then both have the same number of the draw.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from nightjar.buckets import BucketGrid
 from nightjar.errors import InvalidRequest
 from planner_service.context import Context, Outcome, check_range, check_text
+from planner_service.planner import PROBE_SUFFIX
 
 MAX_HOLD = 2**20
 T = TypeVar("T", Context, Outcome)
@@ -63,21 +64,22 @@ class Heard(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Bin:
-    """A draw and how it went. Tokens and seconds are of steps without prompt tokens."""
+    """A decision and how it went. Tokens and seconds are of steps without prompt tokens."""
 
     drawn: Drawn
-    steps_left: int
-    num_steps: int = 0
+    draw: int  # number of the draw
     num_timed_steps: int = 0
     tokens: int = 0
     seconds: float = 0.0  # with the catch-up and the draft's prefill that fall on those steps
-    ran_since_decision: bool = False
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether a policy chose: it could have speculated, and this is no probe."""
+        return self.drawn.context.largest_gamma > 0 and not is_probe(self.drawn)
 
     def add(self, heard: Heard) -> None:
         """Steps ran under it."""
         outcome = heard.outcome
-        self.num_steps += outcome.num_steps
-        self.steps_left -= outcome.num_steps
         self.num_timed_steps += outcome.num_timed_steps
         self.tokens += outcome.num_timed_emitted
         charged_us = outcome.catch_up_us
@@ -85,18 +87,20 @@ class Bin:
             charged_us += outcome.draft_prefill_us
         timed_share = outcome.num_timed_steps / outcome.num_steps
         self.seconds += (outcome.step_us + charged_us * timed_share) / 1e6
-        self.ran_since_decision = True
 
-    def goes_on_with(self, drawn: Drawn) -> bool:
-        """Whether a later decision of the stream is for the rest of this bin.
+    def goes_on_with(self, later: Drawn) -> bool:
+        """Whether the stream's next decision may be for the rest of this draw.
 
-        Without steps in between it cannot be told apart from a new draw; nothing ran then.
+        A new draw may look the same; that makes intervals wider, never too narrow.
         """
         first = self.drawn
-        same = (drawn.propensity, drawn.explored) == (first.propensity, first.explored)
-        arm = Arm(min(first.arm.gamma, drawn.context.largest_gamma), first.arm.num_extra_drafts)
-        rest = 0 < self.steps_left == drawn.hold_steps
-        return same and rest and self.ran_since_decision and drawn.arm == arm
+        same = (first.arm, first.propensity, first.explored)
+        return same == (later.arm, later.propensity, later.explored) and first.propensity < 1
+
+
+def is_probe(line: Drawn | Heard) -> bool:
+    """Whether it is about plain decoding that no policy chose, to measure what it gives."""
+    return line.decision_id.endswith(PROBE_SUFFIX)
 
 
 Event = Bin | Heard  # a draw, or steps that ran
@@ -116,12 +120,11 @@ class Log:
         return [
             event
             for event in self.events
-            if isinstance(event, Bin)
-            and event.num_timed_steps > 0
-            and event.drawn.context.largest_gamma > 0
+            if isinstance(event, Bin) and event.is_choice and event.num_timed_steps > 0
         ]
 
 
+PROBE = "ran in a probe of plain decoding, which no policy chose"
 NO_DECISION = "ran under no decision: no draft was feasible, or the planner was away"
 NOT_IN_LOG = "ran under a decision that is not in the log"
 OTHER_BUCKET = "ran in another bucket than their decision was asked for"
@@ -135,7 +138,7 @@ def put_together(lines: Iterable[Drawn | Heard]) -> Log:
     """
     log = Log()
     by_id: dict[str, Bin] = {}
-    open_bins: dict[tuple[str, str, str, int], Bin] = {}
+    last: dict[tuple[str, str, str, int], Bin] = {}
     for line in sorted(lines, key=lambda line: line.at_ms):  # stable: a file is in order
         if isinstance(line, Drawn):
             if line.decision_id in by_id:
@@ -143,13 +146,11 @@ def put_together(lines: Iterable[Drawn | Heard]) -> Log:
                     "log", f"decision {line.decision_id} is there twice; is a file given twice?"
                 )
             key = (line.profile_key, line.worker_id, line.version, line.bucket)
-            held = open_bins.get(key)
-            if held is not None and held.goes_on_with(line):
-                held.ran_since_decision = False
-            else:
-                held = open_bins[key] = Bin(line, line.hold_steps)
-                log.events.append(held)
-            by_id[line.decision_id] = held
+            before = last.get(key)
+            goes_on = before is not None and before.goes_on_with(line)
+            draw = before.draw if before and goes_on else len(by_id)
+            by_id[line.decision_id] = last[key] = Bin(line, draw)
+            log.events.append(last[key])
             continue
         found = by_id.get(line.decision_id)
         if found is not None:
@@ -157,7 +158,9 @@ def put_together(lines: Iterable[Drawn | Heard]) -> Log:
             line = line._replace(outcome=known)  # noqa: PLW2901  # as the planner itself does
         log.events.append(line)
         log.num_steps += line.outcome.num_steps
-        if line.decision_id == "":
+        if is_probe(line):
+            log.steps_left_out[PROBE] += line.outcome.num_steps
+        elif line.decision_id == "":
             log.steps_left_out[NO_DECISION] += line.outcome.num_steps
         elif found is None:
             log.steps_left_out[NOT_IN_LOG] += line.outcome.num_steps
@@ -196,8 +199,6 @@ def parse(text: str) -> Drawn | Heard:
         raise ValueError(str(error)) from None
     except KeyError as error:
         raise ValueError(f"{error.args[0]} is missing") from None
-    except OverflowError:
-        raise ValueError("holds a number that is too large") from None
     raise ValueError("is neither a decision nor a report")
 
 
@@ -281,6 +282,8 @@ def _is(value: object, kind: type, field: str) -> Any:
     if type(value) is kind or (kind is float and type(value) is int):
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest(field, "must be finite")
+        if kind is int and not -(2**63) <= cast(int, value) < 2**63:
+            raise InvalidRequest(field, "is too large")
         return cast(Any, value)
     raise InvalidRequest(field, f"must be {_WORDS[kind]}, got {str(value)[:40]!r}")
 

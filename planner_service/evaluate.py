@@ -1,7 +1,8 @@
 """Off-line estimates of a policy's throughput from what another one drew. Pure.
 
-The unit is the bin: its arm was drawn once, with a known propensity. Throughput is a ratio, tokens
-over seconds, over the logged contexts: how a faster policy would have changed them is not asked.
+The unit is the bin: its arm was drawn with a known propensity, and held. Throughput is a ratio,
+tokens over seconds, over the logged contexts: how another policy would have changed them is not
+asked.
 
     weight of a bin        w = probability of its arm under the policy / propensity
     tokens of a bucket       = sum q + N / sum(w n) * sum w (t - q of the arm that ran)
@@ -10,8 +11,8 @@ n are a bin's timed steps, N their sum over the bucket, t its tokens, and q what
 `outcome_model.py` expects: of the policy's arms in the first sum. Seconds likewise. With q = 0 this
 is self-normalised inverse propensity (SNIPS; Swaminathan and Joachims, NeurIPS 2015), with the
 model it is doubly robust (Dudík, Langford and Li, ICML 2011). Buckets are summed before the ratio.
-Intervals come from influence values by bin, each at its jackknife length, and Student's t with the
-effective sample size.
+Intervals come from influence values by draw, of each bin at its jackknife length, and Student's t
+with the effective sample size.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class _Table(NamedTuple):
     """Bins as columns."""
 
     buckets: Ints
+    draws: Ints  # number of each bin's draw
     arms: Ints
     steps: Floats
     outcomes: Floats  # [num_bins, 2]: tokens, seconds
@@ -136,6 +138,7 @@ def _table(
     propensities = np.array([bin_.drawn.propensity for bin_ in bins])
     return _Table(
         buckets=np.array([_range(bin_.drawn.context.batch_size) for bin_ in bins]),
+        draws=np.array([bin_.draw for bin_ in bins]),
         arms=drawn,
         steps=np.array([bin_.num_timed_steps for bin_ in bins], dtype=float),
         outcomes=np.array([(bin_.tokens, bin_.seconds) for bin_ in bins], dtype=float),
@@ -200,7 +203,8 @@ def _estimate(table: _Table, weights: Floats, expected: Floats, parts: Sequence[
         leverage = np.minimum(factor * steps / (factor @ steps), 1 - _LEAST_LEFT)
         center = factor @ residual_rate / steps.sum()
         influence += factor * (residual_rate - center * steps) / (1 - leverage)
-        variance += float(influence @ influence)
+        _, draws = np.unique(table.draws[part], return_inverse=True)
+        variance += float((np.bincount(draws, influence) ** 2).sum())
     size = _effective(weights[np.concatenate(parts)])
     margin = _student(size - 1) * math.sqrt(variance) / seconds
     return Value(float(rate), float(rate - margin), float(rate + margin))

@@ -11,13 +11,14 @@ import random
 from collections.abc import Iterable, Mapping
 
 from nightjar.errors import NightjarError
-from planner_service.bins import Arm, Bin, Event
+from planner_service.bins import Arm, Bin, Event, is_probe
 from planner_service.context import Context
 from planner_service.policies.policy import Choice, Policy, check_choice
 from planner_service.session import Session
 from planner_service.sums import NOTHING, Stats
 
 MAX_DRAWS = 24  # per bin
+MAX_DRAWS_FOR_LOGGED = 72  # while none showed the arm that was logged
 DRAWS_OF_A_HELD_ARM = (
     6  # draws of one arm alone, with the probability it had, after which it is held
 )
@@ -44,12 +45,12 @@ class Replay:
         Raises:
             NightjarError: The policy fails.
         """
-        found: dict[Bin, Probabilities] = {}
+        found: dict[Bin, Probabilities] = {}  # as far as draws showed them
         for event in events:
             worker = event.drawn.worker_id if isinstance(event, Bin) else event.worker_id
             session = self._sessions.get(worker, Session())
             if isinstance(event, Bin):
-                if event.drawn.context.largest_gamma > 0:
+                if event.is_choice:
                     found[event], session = self._draw(event, session)
                 gamma = event.drawn.arm.gamma
                 self._sessions[worker] = session._replace(previous_gamma=gamma)
@@ -62,9 +63,9 @@ class Replay:
                     f"the policy failed to learn from {context}: {error!r}"
                 ) from error
             self._stats = self._stats.plus(learned)
-            if context.feasible_max_gamma > 0:
+            if context.feasible_max_gamma > 0 and not is_probe(event):
                 self._sessions[worker] = session.after_steps(context.bucket, outcome.num_steps)
-        return found
+        return {drawn: self._spread(drawn, seen) for drawn, seen in found.items()}
 
     def _draw(self, drawn: Bin, session: Session) -> tuple[Probabilities, Session]:
         """Ask until the arms drawn hold nearly all probability, or often enough."""
@@ -73,7 +74,9 @@ class Replay:
         held = self._held.get(key, {})
         seen: dict[Arm, float] = {}
         kept: Session | None = None
-        for number in range(MAX_DRAWS):
+        for number in range(MAX_DRAWS_FOR_LOGGED):
+            if number >= MAX_DRAWS and logged in seen:
+                break
             choice, after = self._ask(context, session)
             arm = Arm(choice.gamma, choice.num_extra_drafts)
             seen[arm] = choice.propensity
@@ -84,9 +87,9 @@ class Replay:
             if number >= DRAWS_OF_A_HELD_ARM and len(seen) == 1 and held.get(arm) == seen[arm]:
                 return held, after  # always the same: in the middle of a bin of its own
         assert kept is not None
-        probabilities = self._spread(drawn, seen)
-        self._held[key] = probabilities
-        return probabilities, kept
+        self._arms |= set(seen)
+        self._held[key] = seen
+        return seen, kept
 
     def _ask(self, context: Context, session: Session) -> tuple[Choice, Session]:
         try:
@@ -98,20 +101,17 @@ class Replay:
             raise NightjarError(f"the policy failed in {context}: {problem}")
         return choice, after
 
-    def _spread(self, drawn: Bin, seen: dict[Arm, float]) -> Probabilities:
+    def _spread(self, drawn: Bin, seen: Probabilities) -> Probabilities:
         """Give the probability that no draw showed to the policy's other arms, evenly.
 
         Exact where it explores evenly, as most do; else wrong by `unseen` at most.
         """
-        self._arms |= set(seen)
         total = sum(seen.values())
-        if total > 1:  # rounding, or propensities that a policy only estimates
-            return {arm: share / total for arm, share in seen.items()}
         largest = drawn.drawn.context.largest_gamma
         others = [arm for arm in self._arms if arm not in seen and arm.gamma <= largest]
+        if total > 1 or not others:  # rounding, or propensities that a policy only estimates
+            return {arm: share / total for arm, share in seen.items()}
         left = 1 - total
         if left > 1 - _SEEN:
             self.unseen[drawn] = left
-        if not others:
-            return {arm: share / total for arm, share in seen.items()}
-        return seen | dict.fromkeys(others, left / len(others))
+        return {**seen, **dict.fromkeys(others, left / len(others))}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from planner_service.bins import Arm, Drawn, Heard
 from planner_service.context import Context, Outcome
@@ -18,7 +19,7 @@ Law = Callable[[int], Sequence[float]]  # batch size -> probability of each gamm
 
 def skewed(batch_size: int) -> Sequence[float]:
     """A logging policy that seldom drafts 2 tokens, and more seldom for small batches."""
-    return (0.15, 0.15, 0.05, 0.65) if batch_size <= 3 else (0.4, 0.2, 0.3, 0.1)
+    return (0.15, 0.15, 0.1, 0.6) if batch_size <= 3 else (0.4, 0.2, 0.3, 0.1)
 
 
 def always(gamma: int) -> Law:
@@ -41,8 +42,11 @@ class Drawing(Policy):
         self, context: Context, stats: Stats, session: Session, rng: random.Random
     ) -> tuple[Choice, Session]:
         """Draw."""
-        law = self._law(context.batch_size)
-        (gamma,) = rng.choices(GAMMAS, law)
+        law, left = self._law(context.batch_size), rng.random()
+        for gamma in GAMMAS:
+            left -= law[gamma]
+            if left < 0:
+                break
         return Choice(gamma, gamma, 4, False, law[gamma], {}), Session(gamma)
 
 
@@ -79,7 +83,7 @@ def logged(law: Law, num_bins: int, seed: int) -> list[Drawn | Heard]:
             )
         )
         us = steps * seconds_per_step(size, gamma, context.num_kv_tokens) * 1e6
-        emitted = sum(1 + _accepted(gamma, rng) for _ in range(steps * size))
+        emitted = sum(rng.choices(range(1, gamma + 2), _EMITTED[gamma], k=steps * size))
         outcome = Outcome(
             steps, steps, round(us * rng.uniform(0.8, 1.2)), emitted, steps * size, emitted
         )
@@ -87,11 +91,8 @@ def logged(law: Law, num_bins: int, seed: int) -> list[Drawn | Heard]:
     return lines
 
 
-def _accepted(gamma: int, rng: random.Random) -> int:
-    for position in range(gamma):
-        if rng.random() >= 0.7:
-            return position
-    return gamma
+# By gamma: how often a row emits 1, 2, ... tokens, where each draft is accepted with 0.7.
+_EMITTED = [[*(0.3 * 0.7**i for i in range(gamma)), 0.7**gamma] for gamma in GAMMAS]
 
 
 def truth(law: Law, num_steps: Mapping[tuple[int, ...], float]) -> float:
@@ -104,3 +105,31 @@ def truth(law: Law, num_steps: Mapping[tuple[int, ...], float]) -> float:
                 tokens += weight * tokens_per_step(size, gamma)
                 seconds += weight * seconds_per_step(size, gamma, size * 500)
     return tokens / seconds
+
+
+def as_lines(lines: Iterable[Drawn | Heard], **changed: object) -> list[str]:
+    """Text of lines as a planner writes them, with some fields set to something else."""
+    texts = list[str]()
+    for line in lines:
+        head = {
+            "at_ms": line.at_ms,
+            "profile": line.profile_key,
+            "worker": line.worker_id,
+            "decision_id": line.decision_id,
+            "context": line.context._asdict(),
+        }
+        if isinstance(line, Drawn):
+            fields = {
+                "kind": "decision",
+                "version": line.version,
+                "bucket": line.bucket,
+                **line.arm._asdict(),
+                "explored": line.explored,
+                "propensity": line.propensity,
+                "hold_steps": line.hold_steps,
+                "grid": None,
+            }
+        else:
+            fields = {"kind": "report", "gamma": line.gamma, **line.outcome._asdict()}
+        texts.append(json.dumps({**head, **fields, **changed}))
+    return texts
