@@ -39,7 +39,7 @@ def arms_of(stats: Stats, names: Sequence[str]) -> list[Ran]:
     for name in names:
         sums = stats.own.get(name)
         values = sums.values[:3] if sums is not None else ()
-        if len(values) == 3 and 0 < values[0] < _MOST and 1 / _MOST < values[1] < _MOST:
+        if len(values) == 3 and 1 <= values[0] < _MOST and 1 / _MOST < values[1] < _MOST:
             arms.append(Ran(values[0], values[1], min(max(values[2], 0.0), _MOST)))
         else:
             arms.append(Ran())
