@@ -142,38 +142,35 @@ class Outcome(NamedTuple):
         Raises:
             InvalidRequest: Names the first field outside its limits.
         """
-        check_range(f"{field}.gamma", gamma, 0, MAX_GAMMA)
-        check_range(f"{field}.num_steps", self.num_steps, 1, MAX_STEPS)
-        check_range(f"{field}.num_timed_steps", self.num_timed_steps, 0, self.num_steps)
-        for name in _SUMS:
-            check_range(f"{field}.{name}", getattr(self, name), 0, MAX_SUM)
-        timed = self.num_timed_steps
-        if timed:
-            check_range(f"{field}.step_us", self.step_us, 1, MAX_SUM)
-        check_range(f"{field}.num_catch_up_steps", self.num_catch_up_steps, 0, self.num_steps)
-        check_range(f"{field}.num_timed_rows", self.num_timed_rows, timed, timed * MAX_BATCH_SIZE)
-        most = min(self.num_emitted, self.num_timed_rows * (gamma + 1))
-        check_range(f"{field}.num_timed_emitted", self.num_timed_emitted, 0, most)
+        timed, rows = self.num_timed_steps, self.num_timed_rows
+        most = min(self.num_emitted, rows * (gamma + 1))
+        for name, value, low, high in (
+            ("gamma", gamma, 0, MAX_GAMMA),
+            ("num_steps", self.num_steps, 1, MAX_STEPS),
+            ("num_timed_steps", timed, 0, self.num_steps),
+            ("step_us", self.step_us, 1 if timed else 0, MAX_SUM),
+            ("num_emitted", self.num_emitted, 0, MAX_SUM),
+            ("num_prefill_tokens", self.num_prefill_tokens, 0, MAX_SUM),
+            ("catch_up_us", self.catch_up_us, 0, MAX_SUM),
+            ("num_catch_up_tokens", self.num_catch_up_tokens, 0, MAX_SUM),
+            ("draft_prefill_us", self.draft_prefill_us, 0, MAX_SUM),
+            ("num_catch_up_steps", self.num_catch_up_steps, 0, self.num_steps),
+            ("num_timed_rows", rows, timed, timed * MAX_BATCH_SIZE),
+            ("num_timed_emitted", self.num_timed_emitted, 0, most),
+        ):
+            if not low <= value <= high:
+                check_range(f"{field}.{name}", value, low, high)
         for name, values in (("reached", self.reached), ("accepted", self.accepted)):
             if len(values) > MAX_GAMMA:
                 raise InvalidRequest(f"{field}.{name}", f"at most {MAX_GAMMA} positions")
             for i, value in enumerate(values):
-                check_range(f"{field}.{name}[{i}]", value, 0, MAX_SUM)
+                if not 0 <= value <= MAX_SUM:
+                    check_range(f"{field}.{name}[{i}]", value, 0, MAX_SUM)
         if len(self.reached) != len(self.accepted):
             raise InvalidRequest(f"{field}.accepted", "must be as long as reached")
         for i, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
             if accepted > reached:
                 raise InvalidRequest(f"{field}.accepted[{i}]", f"exceeds reached ({reached})")
-
-
-_SUMS = (
-    "step_us",
-    "num_emitted",
-    "num_prefill_tokens",
-    "catch_up_us",
-    "num_catch_up_tokens",
-    "draft_prefill_us",
-)
 
 
 def check_range(field: str, value: int, low: int, high: int) -> None:

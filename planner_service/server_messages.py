@@ -162,14 +162,35 @@ def decision_message(decision: Decision) -> pb.Decision:
         session=decision.session,
         num_extra_drafts=choice.num_extra_drafts,
     )
-    message.grid.CopyFrom(_one_per_batch_size(asked.max_batch_size) if grid is None else _of(grid))
-    own = (choice.gamma, choice.exploit_gamma)
-    row = message.table.add
-    row(bucket=bucket, gamma=own[0], exploit_gamma=own[1])
-    for other, (gamma, exploit_gamma) in choice.table.items():
-        if other != bucket:
-            row(bucket=other, gamma=gamma, exploit_gamma=exploit_gamma)
+    rows = [_row(bucket, choice.gamma, choice.exploit_gamma)]
+    rows += [_row(at, *gammas) for at, gammas in choice.table.items() if at != bucket]
+    known = _one_per_batch_size(asked.max_batch_size) if grid is None else _of(grid)
+    message.MergeFromString(b"".join((known, *rows)))
     return message
+
+
+# Parts of decisions as bytes: joined they are one message, and most are the same every time.
+
+
+@lru_cache(maxsize=65_536)
+def _row(bucket: int, gamma: int, exploit_gamma: int) -> bytes:
+    """A row of the table."""
+    row = pb.BucketGamma(bucket=bucket, gamma=gamma, exploit_gamma=exploit_gamma)
+    return pb.Decision(table=[row]).SerializeToString()
+
+
+@lru_cache(maxsize=64)
+def _one_per_batch_size(max_batch_size: int) -> bytes:
+    """One bucket a batch size: the bucket of a batch is its size."""
+    return _of(BucketGrid(tuple(range(1, max_batch_size + 1))))
+
+
+@lru_cache(maxsize=64)
+def _of(grid: BucketGrid) -> bytes:
+    known = pb.BucketGrid(
+        batch_size_edges=grid.batch_size_edges, kv_token_edges=grid.kv_token_edges
+    )
+    return pb.Decision(grid=known).SerializeToString()
 
 
 def watched_message(
@@ -205,17 +226,6 @@ def watched_report(report: Report, stream: Stream, now_ms: int) -> pb.WatchDecis
 def _context_message(asked: Context) -> pb.Context:
     known = pb.Context.DESCRIPTOR.fields_by_name
     return pb.Context(**{name: getattr(asked, name) for name in asked._fields if name in known})
-
-
-@lru_cache(maxsize=64)
-def _one_per_batch_size(max_batch_size: int) -> pb.BucketGrid:
-    """One bucket a batch size: the bucket of a batch is its size."""
-    return pb.BucketGrid(batch_size_edges=range(1, max_batch_size + 1))
-
-
-@lru_cache(maxsize=64)
-def _of(grid: BucketGrid) -> pb.BucketGrid:
-    return pb.BucketGrid(batch_size_edges=grid.batch_size_edges, kv_token_edges=grid.kv_token_edges)
 
 
 def version_message(version: Version, benefit: Benefit | None, *, active: bool) -> pb.PolicyVersion:

@@ -135,9 +135,12 @@ class Stats(NamedTuple):
 
         The two were read at different moments, so the rest may come out below 0; it is cut.
         """
-        reached = _beyond(shared.reached, self.reached)
-        rest = _beyond(shared.accepted, self.accepted) + (0.0,) * len(reached)
-        accepted = tuple(map(min, reached, rest))
+        reached: tuple[float, ...] = ()
+        accepted: tuple[float, ...] = ()
+        if shared.reached != self.reached:  # with no other profile they are equal
+            reached = _beyond(shared.reached, self.reached)
+            rest = _beyond(shared.accepted, self.accepted) + (0.0,) * len(reached)
+            accepted = tuple(map(min, reached, rest))
         return Stats(*self[:6], reached, accepted, num_prior_steps)
 
     def fields(self) -> dict[str, str]:
@@ -263,9 +266,8 @@ def _index(text: str, most: int) -> bool:
 
 def _beyond(more: tuple[float, ...], less: tuple[float, ...]) -> tuple[float, ...]:
     """What the first has beyond the second, by position, at least 0; nothing if that is all 0."""
-    if more == less:  # the usual case: no other profile
-        return ()
-    rest = tuple([max(0.0, a - b) for a, b in zip_longest(more, less, fillvalue=0.0)])
+    pairs = zip_longest(more, less, fillvalue=0.0)
+    rest = tuple([a - b if a > b else 0.0 for a, b in pairs])
     return rest if any(rest) else ()
 
 
@@ -274,4 +276,4 @@ def _add(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]
         return left
     if len(left) < len(right):
         left, right = right, left
-    return tuple(a + b for a, b in zip(left, right, strict=False)) + left[len(right) :]
+    return (*map(add, left, right), *left[len(right) :])
