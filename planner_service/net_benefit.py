@@ -165,6 +165,8 @@ class FloorWatch:
         """Why the version is to be withdrawn now, in words; empty while it is not."""
         if now < self._next_look:
             return ""
+        if now > self._next_look + self.floor.for_s:  # nothing ran meanwhile
+            self._below_since = None
         self._next_look = now + self.floor.for_s / NUM_PARTS
         measured = self.meter.measured(now)
         if (

@@ -174,7 +174,7 @@ async def test_policies_are_listed_with_their_parameters() -> None:
     async with running_planner() as stub:
         listed = await stub.ListPolicies(pb.ListPoliciesRequest())
     policies = {policy.name: policy for policy in listed.policies}
-    assert set(policies) == {"off", "fixed", "nightjar"}
+    assert set(policies) == set(BUILT_IN)
     (gamma,) = policies["fixed"].parameters
     assert (gamma.name, gamma.default_value) == ("gamma", "3")
     assert "a whole number in [0, 8]" in gamma.description

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner_service.session import MAX_BUCKETS, MAX_BYTES, Session, pack, unpack
+from planner_service.session import MAX_BUCKETS, MAX_BYTES, Session, pack, steps_of, unpack
 
 
 def test_another_replica_takes_the_hold_as_run() -> None:
@@ -43,19 +43,23 @@ HOSTILE = [
     *(
         json.dumps(body).encode()
         for body in (
-            ["v", 9, 1, 1, []],
-            ["v", True, 1, 1, []],
-            ["v", 0, -1, 1, []],
-            ["v", 0, 1, 2**40, []],
-            ["v", 0, 1, 1, [[1, [float("nan")]]]],
-            ["v", 0, 1, 1, [[1, [float("inf")]]]],
-            ["v", 0, 1, 1, [[1, ["x"]]]],
-            ["v", 0, 1, 1, [[1, [0] * 17]]],
-            ["v", 0, 1, 1, [[-1, []]]],
-            ["v", 0, 1, 1, [[[], []]]],
-            ["v", 0, 1, 1, [[i, []] for i in range(MAX_BUCKETS + 1)]],
-            ["v", 0, 1, 1, 7],
-            ["v", 0, 1, 1],
+            ["v", 9, 1, 1, 0, []],
+            ["v", True, 1, 1, 0, []],
+            ["v", 0, -1, 1, 0, []],
+            ["v", 0, 1, 2**40, 0, []],
+            ["v", 0, 1, 1, -1, []],
+            ["v", 0, 1, 1, 2**60, []],
+            ["v", 0, 1, 1, 1.5, []],
+            ["v", 0, 1, 1, 0, [[1, [float("nan")]]]],
+            ["v", 0, 1, 1, 0, [[1, [float("inf")]]]],
+            ["v", 0, 1, 1, 0, [[1, ["x"]]]],
+            ["v", 0, 1, 1, 0, [[1, [0] * 17]]],
+            ["v", 0, 1, 1, 0, [[-1, []]]],
+            ["v", 0, 1, 1, 0, [[[], []]]],
+            ["v", 0, 1, 1, 0, [[i, []] for i in range(MAX_BUCKETS + 1)]],
+            ["v", 0, 1, 1, 0, 7],
+            ["v", 0, 1, 1, 0],
+            ["v", 3, 4, 6, [[4, [1.0]]]],  # as it was before steps were counted
             {"v": 1},
         )
     ),
@@ -72,3 +76,18 @@ def test_hostile_bytes_give_a_fresh_session(data: bytes) -> None:
 def test_random_bytes_never_raise(data: bytes) -> None:
     """Whatever comes back, there is a session."""
     assert isinstance(unpack(data, "v"), Session)
+    assert steps_of(data) >= 0
+
+
+def test_the_count_of_steps_travels_whatever_the_version() -> None:
+    """It belongs to the stream: slices and probes lie by it."""
+    packed = pack(Session(3, {4: (1.0,)}), "7-nightjar", 4, 6, 12_345)
+    assert steps_of(packed) == 12_345
+    for data in HOSTILE:
+        assert steps_of(data) >= 0
+
+
+def test_a_hold_of_none_counts_as_not_run() -> None:
+    """During a probe the policy's bin stands still, also for another replica."""
+    packed = pack(Session(0, {4: (1.0,)}), "7-nightjar", 4, 0)
+    assert unpack(packed, "7-nightjar").ran == {}

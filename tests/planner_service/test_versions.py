@@ -14,12 +14,14 @@ from planner_service.versions import (
     EVERYONE,
     MAX_VERSIONS,
     Book,
+    Floor,
     Scope,
     from_json,
     to_json,
 )
 
 P1, W1 = Scope(profile_key="p1"), Scope(worker_ids=("w1",))
+CANARY = Scope(canary_share=0.25)
 
 
 def book(*scopes: Scope) -> Book:
@@ -87,10 +89,11 @@ def test_the_history_is_bounded_and_keeps_what_decides() -> None:
     assert made.next_number == 6 + 3 * MAX_VERSIONS + 1
 
 
-@given(st.lists(st.sampled_from([EVERYONE, P1, W1]), max_size=6), st.booleans())
+@given(st.lists(st.sampled_from([EVERYONE, P1, W1, CANARY]), max_size=6), st.booleans())
 def test_text_reads_back_as_the_same_book(scopes: list[Scope], withdrawn: bool) -> None:
     """A book survives the store."""
     made = book(*scopes).marked("token")
+    made = made.activate("off", {}, CANARY, 5, "operator", floor=Floor(min_net_benefit=0, for_s=2))
     if withdrawn:
         made = made.withdraw("1-fixed", "failed", 7)
     assert from_json(to_json(made)) == made
@@ -107,10 +110,18 @@ def test_text_reads_back_as_the_same_book(scopes: list[Scope], withdrawn: bool) 
         lambda body: body["versions"][0].update(reason="whim"),
         lambda body: body["versions"][0].update(scope=None),
         lambda body: body["versions"][0].update(live=1),
+        lambda body: body["versions"][0].update(withdrawn_because=7),
+        lambda body: body["versions"][0].update(withdrawn_at_ms="7"),
+        lambda body: body["versions"][0].update(floor=7),
+        lambda body: body["versions"][0].update(floor={"min_net_benefit": 0.0}),
+        lambda body: body["versions"][0].update(floor={"min_net_benefit": 0.0, "for_s": -1}),
+        lambda body: body["versions"][0]["scope"].update(canary_share=1.5),
+        lambda body: body["versions"][0]["scope"].update(canary_share=True),
+        lambda body: body["versions"][0]["scope"].update(canary_share=float("nan")),
         lambda body: body.update(next_number=1),
         lambda body: body.update(changes="no"),
     ],
-    ids=range(10),
+    ids=range(18),
 )
 def test_text_that_is_no_book_is_refused(spoil: Any) -> None:
     """What another program wrote there raises ValueError and nothing else."""
@@ -125,3 +136,53 @@ def test_text_that_is_no_json_object_is_refused(text: str) -> None:
     """Nor does any other text raise anything else."""
     with pytest.raises(ValueError, match="not a book"):
         from_json(text)
+
+
+def test_a_book_from_before_canaries_and_floors_is_read() -> None:
+    """What it does not hold has its default."""
+    body = json.loads(to_json(book(EVERYONE, P1)))
+    for row in body["versions"]:
+        for name in ("floor", "withdrawn_because", "withdrawn_at_ms"):
+            del row[name]
+        del row["scope"]["canary_share"]
+    assert from_json(json.dumps(body)) == book(EVERYONE, P1)
+
+
+def test_a_canary_hides_nothing_but_older_canaries() -> None:
+    """The whole version stays below it, and a worker has one canary at a time."""
+    made = book(EVERYONE, CANARY)
+    assert [v.id for v in made.deciding("p2", "w2")] == ["2-fixed", "1-fixed"]
+    assert [made.is_active(v) for v in made.versions] == [True, True]
+    made = made.activate("off", {}, Scope(canary_share=0.5), 0, "operator")
+    assert [v.id for v in made.deciding("p2", "w2")] == ["3-off", "1-fixed"]
+    assert [made.is_active(v) for v in made.versions] == [True, False, True]
+    of_one = made.activate("off", {}, Scope(worker_ids=("w1",), canary_share=0.1), 0, "operator")
+    assert [v.id for v in of_one.deciding("p2", "w1")] == ["4-off", "1-fixed"]
+    assert [v.id for v in of_one.deciding("p2", "w2")] == ["3-off", "1-fixed"]
+    whole = made.activate("nightjar", {}, EVERYONE, 0, "operator")
+    assert [whole.is_active(v) for v in whole.versions] == [False, False, False, True]
+
+
+def test_rollback_ends_the_canary_first() -> None:
+    """Without a share it takes the newest of these workers; with one, exactly that canary."""
+    made = book(EVERYONE, CANARY)
+    back, restored = made.rollback(EVERYONE, 9)
+    assert [v.live for v in back.versions] == [True, False]
+    assert (restored.id, restored.reason) == ("1-fixed", "rollback")
+    gone = back.versions[1]
+    assert (gone.withdrawn_because, gone.withdrawn_at_ms) == ("rolled back by an operator", 9)
+    two = book(EVERYONE, CANARY, EVERYONE)
+    back, restored = two.rollback(CANARY, 9)
+    assert ([v.live for v in back.versions], restored.id) == ([True, False, True], "3-fixed")
+    with pytest.raises(NotPossibleNow, match="exactly this scope"):
+        two.rollback(Scope(canary_share=0.5), 9)
+    with pytest.raises(NotPossibleNow, match="no predecessor"):
+        book(CANARY).rollback(EVERYONE, 9)
+
+
+def test_a_withdrawn_version_says_why_and_when() -> None:
+    """The history keeps both, and a reason of any length fits."""
+    made = book(EVERYONE, EVERYONE).withdraw("2-fixed", "x" * 10_000, 77)
+    gone = made.versions[1]
+    assert (len(gone.withdrawn_because), gone.withdrawn_at_ms, gone.live) == (512, 77, False)
+    assert from_json(to_json(made)) == made
