@@ -1,0 +1,1 @@
+"""`nightjar bench calibrate`: what steps cost on this machine, for its planner to start from."""
