@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nightjar import log
 from nightjar.errors import ConfigError, InvalidRequest, NotPossibleNow
 from planner_service.bins import Drawn, Heard, Log, parse, put_together
+from planner_service.plugins.discovery import load_plugins
 from planner_service.policies import BUILT_IN
 from planner_service.policies.policy import Policy
 
@@ -16,6 +19,7 @@ SUMMARY = "estimate another policy off-line from audit logs"
 MAX_LINE_CHARACTERS = 1_000_000
 NUM_NAMED = 5  # bad lines that are named
 MIN_ESS = 30.0
+PLUGIN_TIMEOUT_S = 1.0  # nobody waits for an answer here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,14 +52,14 @@ def run(options: argparse.Namespace, parameters: Mapping[str, str]) -> int:
 
     if not options.min_ess >= 5:
         raise ConfigError(f"--min-ess={options.min_ess:g}: must be at least 5")
-    policy, shown = _policy(options.policy, parameters)
-    lines, bad = read(options.log)
-    profile, log = _log(lines, options.profile, bad)
-    bins = log.bins
-    if not bins:
-        raise ConfigError(f"LOG: no bin with a choice and a timed step; {_counts(lines, bad)}")
-    replay = Replay(policy, options.seed)
-    found = evaluate(bins, replay.run(log.events), min_ess=options.min_ess)
+    with _policy(options.policy, parameters) as (policy, shown):
+        lines, bad = read(options.log)
+        profile, told = _log(lines, options.profile, bad)
+        bins = told.bins
+        if not bins:
+            raise ConfigError(f"LOG: no bin with a choice and a timed step; {_counts(lines, bad)}")
+        replay = Replay(policy, options.seed)
+        found = evaluate(bins, replay.run(told.events), min_ess=options.min_ess)
     if found.overall is None or (found.refused and not options.allow_partial):
         reasons = "".join(f"\n  {r.name} ({r.share:.1%}): {r.reason}" for r in found.refused)
         hint = "" if found.overall is None else "\n--allow-partial reports the other buckets"
@@ -68,8 +72,8 @@ def run(options: argparse.Namespace, parameters: Mapping[str, str]) -> int:
         "num_bad_lines": len(bad),
         "bad_lines": bad[:NUM_NAMED],
         "num_bins": len(bins),
-        "num_steps": log.num_steps,
-        "steps_left_out": dict(log.steps_left_out),
+        "num_steps": told.num_steps,
+        "steps_left_out": dict(told.steps_left_out),
         "mean_unseen_probability": sum(replay.unseen.values()) / len(bins),
         "covered_share": found.overall.share,
         "buckets": [_plain(row) for row in found.buckets],
@@ -103,12 +107,23 @@ def read(paths: Sequence[str]) -> tuple[list[Drawn | Heard], list[str]]:
     return lines, bad
 
 
-def _policy(name: str, parameters: Mapping[str, str]) -> tuple[Policy, dict[str, str]]:
-    if name not in BUILT_IN:
-        raise InvalidRequest(
-            "policy", f"unknown policy {name[:64]!r}; known: {', '.join(BUILT_IN)}"
-        )
-    return BUILT_IN[name].build(parameters)
+@contextlib.contextmanager
+def _policy(name: str, parameters: Mapping[str, str]) -> Iterator[tuple[Policy, dict[str, str]]]:
+    """The policy and all its parameters; a plug-in runs in a process that ends with the block."""
+    known, process = dict(BUILT_IN), None
+    if name not in known:
+        log.configure("policy")
+        plugins, process = load_plugins(BUILT_IN, PLUGIN_TIMEOUT_S)
+        known.update(plugins)
+    try:
+        if name not in known:
+            words = f"unknown policy {name[:64]!r}; known: {', '.join(known)}"
+            raise InvalidRequest("policy", words)
+        with known[name].on_trial(parameters) as made:
+            yield made
+    finally:
+        if process is not None:
+            process.close()
 
 
 def _log(lines: Sequence[Drawn | Heard], wanted: str, bad: Sequence[str]) -> tuple[str, Log]:

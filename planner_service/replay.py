@@ -35,7 +35,8 @@ class Replay:
         self._rng = random.Random(seed)
         self._stats: Stats = NOTHING
         self._sessions: dict[str, Session] = {}  # by worker
-        self._held: dict[tuple[str, int], Probabilities] = {}  # of each stream's last draw
+        # Of each stream's last draw, by bucket and over all: some hold an arm whatever the bucket.
+        self._held: dict[tuple[str, int | None], Probabilities] = {}
         self._arms: set[Arm] = set()  # ever drawn
         self.unseen: dict[Bin, float] = {}  # probability of arms that no draw showed
 
@@ -70,8 +71,8 @@ class Replay:
     def _draw(self, drawn: Bin, session: Session) -> tuple[Probabilities, Session]:
         """Ask until the arms drawn hold nearly all probability, or often enough."""
         logged, context = drawn.drawn.arm, drawn.drawn.context
-        key = (drawn.drawn.worker_id, context.bucket)
-        held = self._held.get(key, {})
+        keys = [(drawn.drawn.worker_id, bucket) for bucket in (context.bucket, None)]
+        held = [self._held.get(key, {}) for key in keys]
         seen: dict[Arm, float] = {}
         kept: Session | None = None
         for number in range(MAX_DRAWS_FOR_LOGGED):
@@ -84,11 +85,15 @@ class Replay:
                 kept = after
             if sum(seen.values()) >= _SEEN:
                 break
-            if number >= DRAWS_OF_A_HELD_ARM and len(seen) == 1 and held.get(arm) == seen[arm]:
-                return held, after  # always the same: in the middle of a bin of its own
+            if (
+                number >= DRAWS_OF_A_HELD_ARM and len(seen) == 1
+            ):  # in the middle of a bin of its own?
+                for its in held:
+                    if its.get(arm) == seen[arm]:
+                        return its, kept
         assert kept is not None
         self._arms |= set(seen)
-        self._held[key] = seen
+        self._held.update(dict.fromkeys(keys, seen))
         return seen, kept
 
     def _ask(self, context: Context, session: Session) -> tuple[Choice, Session]:

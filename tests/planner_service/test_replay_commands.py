@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from planner_harness import PROFILE, Worker, comes_true, context, dialled, report
+from plugin_packages import install_example
 from processes import Command
 from synthetic_log import always, as_lines, logged, skewed
 
@@ -206,6 +207,19 @@ def test_buckets_without_overlap_are_refused_unless_they_may_be_left_out(
         only, "--policy", "fixed", "--param", "gamma=2", "--allow-partial", capsys=capsys
     )
     assert (status, out, "never drew" in err) == (1, "", True)
+
+
+def test_a_plug_in_is_estimated_before_it_decides_for_anyone(tmp_path: Path) -> None:
+    """It is found among the installed packages, learns in its own process, and output is clean."""
+    install_example(tmp_path / "installed")
+    path = written(tmp_path / "log", as_lines(logged(lambda size: [0.25] * 4, 400, 0)))
+    argv = ["-m", "nightjar", "policy", "evaluate", path, "--policy", "patience", "--json"]
+    argv += ["--param", "target=0.4", "--min-ess", "5"]
+    with Command(*argv, environ={"PYTHONPATH": str(tmp_path / "installed")}) as command:
+        assert command.wait() == 0, command.stderr
+        answer = json.loads(command.stdout)
+    assert answer["parameters"]["target"] == "0.4"
+    assert answer["overall"]["effective_sample_size"] > 50
 
 
 BAD_COMMANDS: list[tuple[list[str], int, str]] = [
