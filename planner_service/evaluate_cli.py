@@ -11,9 +11,11 @@ from typing import Any
 from nightjar import log
 from nightjar.errors import ConfigError, InvalidRequest, NotPossibleNow
 from planner_service.bins import Drawn, Heard, Log, parse, put_together
+from planner_service.evaluate import evaluate
 from planner_service.plugins.discovery import load_plugins
 from planner_service.policies import BUILT_IN
 from planner_service.policies.policy import Policy
+from planner_service.replay import Replay
 
 SUMMARY = "estimate another policy off-line from audit logs"
 MAX_LINE_CHARACTERS = 1_000_000
@@ -47,9 +49,6 @@ def run(options: argparse.Namespace, parameters: Mapping[str, str]) -> int:
         InvalidRequest: The policy or a parameter is unknown.
         NotPossibleNow: The log says too little about the policy in some bucket.
     """
-    from planner_service.evaluate import evaluate  # numpy: no other verb needs it
-    from planner_service.replay import Replay
-
     if not options.min_ess >= 5:
         raise ConfigError(f"--min-ess={options.min_ess:g}: must be at least 5")
     with _policy(options.policy, parameters) as (policy, shown):
