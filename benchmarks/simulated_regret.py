@@ -292,7 +292,7 @@ def slope(seeds: range, jobs: int, as_json: bool) -> None:
 
 def still(rows: int) -> Scenario:
     """A batch of rows that never end, whose steps cost the same for ever."""
-    lengths = FixedLengths(512, 10 * ENDLESS)
+    lengths = FixedLengths(512, ENDLESS)
     return Scenario(
         arrivals=Arrivals(rows=rows, lengths=lengths), kv_slope_factor=0, kv_pool_tokens=10**12
     )

@@ -71,16 +71,22 @@ SHARE_GPT_LIKE = ShareGptLike()
 
 
 class FixedLengths:
-    """The same lengths for all requests."""
+    """The same lengths for all requests; from `ENDLESS` on an output has no end."""
 
     def __init__(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        self.name = f"lengths {num_prompt_tokens}/{num_output_tokens}"
-        self.mean_prompt, self.mean_output = float(num_prompt_tokens), float(num_output_tokens)
-        self.most = num_prompt_tokens + (num_output_tokens if num_output_tokens < ENDLESS else 0)
+        ends = num_output_tokens < ENDLESS
+        output = str(num_output_tokens) if ends else "endless"
+        self.name = f"prompts of {num_prompt_tokens} tokens, outputs {output}"
+        self.mean_prompt = float(num_prompt_tokens)
+        self.mean_output = float(num_output_tokens) if ends else math.inf
+        self.most = num_prompt_tokens + (num_output_tokens if ends else 0)
+        # What no run of any length emits stands for no end.
+        self._pair = num_prompt_tokens, num_output_tokens if ends else 10**15
 
     def draw(self, rng: np.random.Generator, first: int, number: int) -> Pairs:
         """Prompt and output tokens of requests [first, first + number)."""
-        return [int(self.mean_prompt)] * number, [int(self.mean_output)] * number
+        prompt, output = self._pair
+        return [prompt] * number, [output] * number
 
 
 class TraceLengths:
@@ -167,7 +173,9 @@ def read_trace(path: str) -> tuple[TraceLengths, tuple[float, ...]]:
                 times.append(datetime.fromisoformat(at[:26]).timestamp())
                 prompts.append(_tokens(prompt))
                 outputs.append(_tokens(output))
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"trace {path}: cannot be read ({error.strerror})") from None
+    except (ValueError, csv.Error) as error:
         raise ConfigError(f"trace {path}: after line {line}: {error}") from None
     if not times:
         raise ConfigError(f"trace {path}: holds no requests")

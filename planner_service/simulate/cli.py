@@ -38,7 +38,7 @@ ARRIVALS = {
     "azure": "the times and lengths of the file --trace, --rate times as fast",
 }
 DEFAULT_POLICIES = ("off", "fixed:gamma=3", "nightjar", "model_guided")
-MAX_SEEDS, MAX_STEPS, MAX_JOBS = 1_000, 10_000_000, 256
+MAX_SEEDS, MAX_STEPS, MAX_JOBS = 1_000, 1_000_000, 256
 
 
 def _listed(words: dict[str, str]) -> str:
@@ -82,10 +82,11 @@ def main(argv: Sequence[str]) -> int:
         if text in policies[:index]:
             raise ConfigError(f"--policy {text!r} is given twice")
     scenario = _scenario(options)
+    scenario.check()
     steps = int(_number("--steps", options.steps, 1, MAX_STEPS, whole=True))
     jobs = int(_number("--jobs", options.jobs, 1, MAX_JOBS, whole=True))
     if options.png:
-        plot.check()
+        plot.check(options.png)
     tasks = [
         batch.Task(policy=policy, scenario=scenario, seed=seed, num_steps=steps)
         for policy in policies
@@ -195,7 +196,7 @@ def _scenario(options: argparse.Namespace) -> Scenario:
             process = acceptance.abrupt()
         case other:
             raise ConfigError(f"--scenario {other!r}: must be one of {', '.join(SCENARIOS)}")
-    scenario = Scenario(
+    return Scenario(
         truth=truth,
         noise=_number("--noise", options.noise, 0, 3),
         kv_slope_factor=_number("--kv-slope-factor", options.kv_slope_factor, 0, 100),
@@ -213,8 +214,6 @@ def _scenario(options: argparse.Namespace) -> Scenario:
             _number("--answer-delay", options.answer_delay, 0, 1000, whole=True)
         ),
     )
-    scenario.check()
-    return scenario
 
 
 def _arrivals(options: argparse.Namespace, max_rows: int) -> Arrivals:
@@ -226,8 +225,7 @@ def _arrivals(options: argparse.Namespace, max_rows: int) -> Arrivals:
     if options.rate is not None and kind == "closed":
         raise ConfigError("--rate: --arrivals closed has none; its speed is the worker's")
     if bool(options.trace) != (kind == "azure"):
-        need = "--arrivals azure needs --trace FILE, and no other takes it"
-        raise ConfigError(need)
+        raise ConfigError("--trace FILE and --arrivals azure go together")
     arrivals = Arrivals(
         kind=kind,
         rows=int(_number("--rows", options.rows or "64", 1, max_rows, whole=True)),
@@ -259,8 +257,8 @@ def _number(flag: str, text: str, low: float, high: float, *, whole: bool = Fals
     except ValueError:
         value = math.nan
     if not low <= value <= high:
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"{flag} {text[:64]!r}: must be {kind} in [{low:g}, {high:g}]")
+        form = f"a whole number in [{low}, {high}]" if whole else f"a number in [{low:g}, {high:g}]"
+        raise ConfigError(f"{flag} {text[:64]!r}: must be {form}")
     return value
 
 

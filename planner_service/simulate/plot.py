@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ PANELS = (
 )
 
 
-def check() -> None:
+def check(path: str) -> None:
     """Refuse before the runs, not after them.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or there is no such folder.
     """
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"--png {path}: there is no such folder")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -38,7 +41,7 @@ def write(path: str, summaries: Sequence[Summary], title: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    check()
+    check(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

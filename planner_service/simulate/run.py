@@ -142,8 +142,21 @@ def simulate(policy: Policy | None, scenario: Scenario, seed: int, num_steps: in
     scenario and the seed alone.
 
     Raises:
+        ConfigError: The scenario cannot run.
         EngineFailure: The policy raised, or answered out of range.
     """
+    worker = start(policy, scenario, seed)
+    worker.run(num_steps)
+    return _result(scenario, seed, worker)
+
+
+def start(policy: Policy | None, scenario: Scenario, seed: int) -> Worker:
+    """The worker of a run, before its first step.
+
+    Raises:
+        ConfigError: The scenario cannot run.
+    """
+    scenario.check()
     truth = scenario.true_cost(seed)
     arrivals = scenario.arrivals
     noise = Noise(seed, jitter=scenario.jitter)
@@ -182,14 +195,11 @@ def simulate(policy: Policy | None, scenario: Scenario, seed: int, num_steps: in
     )
     if isinstance(chooser, Clairvoyant):
         chooser.look_at(rows, truth, arrivals.lengths, max_gamma)
-    worker.run(num_steps)
-    return _result(scenario, seed, truth, worker, max_gamma)
+    return worker
 
 
-def _result(
-    scenario: Scenario, seed: int, truth: CostTable, worker: Worker, max_gamma: int
-) -> Result:
-    intake = worker.intake
+def _result(scenario: Scenario, seed: int, worker: Worker) -> Result:
+    intake, truth, max_gamma = worker.intake, worker.truth, worker.max_gamma
     names = StepRecord._fields
     values = zip(*worker.steps, strict=True) if worker.steps else [()] * len(names)
     columns: dict[str, Sequence[Any]] = dict(zip(names, values, strict=True))

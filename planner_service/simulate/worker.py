@@ -60,8 +60,8 @@ class Worker:
         self.now = 0.0
         self.steps: list[StepRecord] = []
         self.rows, self.intake, self.chooser = rows, intake, chooser
-        self._truth, self._noise = truth, noise
-        self._max_gamma, self._max_catchup_tokens = max_gamma, max_catchup_tokens
+        self.truth, self._noise = truth, noise
+        self.max_gamma, self._max_catchup_tokens = max_gamma, max_catchup_tokens
         # Plain lists: one number at a time is dear to read from an array.
         self._base: list[list[float]] = truth.by_batch_size.tolist()
         self._slopes: list[float] = truth.kv_slopes.tolist()
@@ -79,7 +79,7 @@ class Worker:
                 intake.num_steps += 1
             elif intake.has_work:
                 num_tokens = intake.compute(MAX_BATCHED_TOKENS)
-                us = self._base[1][0] + self._truth.prefill_us_per_token * num_tokens
+                us = self._base[1][0] + self.truth.prefill_us_per_token * num_tokens
                 self.now += us * self._noise.jitter() / 1e6
                 intake.join(self.now)
             elif intake.next_at is not None:
@@ -92,8 +92,8 @@ class Worker:
         n, num_kv_tokens = len(rows.requests), rows.num_kv_tokens
         max_stale, sum_stale = rows.max_stale, rows.sum_stale
         word = self.chooser.choose(n, num_kv_tokens)
-        sums = rows.expected_sums(self._max_gamma)
-        possible = min(self._max_gamma, rows.most_left - 1, MAX_BATCHED_TOKENS // n - 1)
+        sums = rows.expected_sums(self.max_gamma)
+        possible = min(self.max_gamma, rows.most_left - 1, MAX_BATCHED_TOKENS // n - 1)
         wanted = min(word.gamma, possible)
         # With nobody to choose between, a row's own first drafts are verified.
         extra = min(word.num_extra_drafts, possible - wanted) if wanted and n > 1 else 0
@@ -103,7 +103,7 @@ class Worker:
             num_prefill = intake.compute(MAX_BATCHED_TOKENS - n * (gamma + 1))
         extra_us = self._draft[n] * extra if gamma else 0.0
         step_us = self._step_us(n, num_kv_tokens, gamma) + extra_us
-        step_us += self._truth.prefill_us_per_token * num_prefill
+        step_us += self.truth.prefill_us_per_token * num_prefill
         catch_up_us, draft_prefill_us = self._catch_up_us(caught)
         jitter = self._noise.jitter()
         self.now += (step_us + catch_up_us + draft_prefill_us) * jitter / 1e6
@@ -136,7 +136,7 @@ class Worker:
             True,
             0.0,
             possible if gamma or not wanted else 0,
-            self._max_gamma,
+            self.max_gamma,
             len(self._base) - 1,
         )
         intake.end_rows(self.now)
@@ -179,7 +179,7 @@ class Worker:
 
     def _step_us(self, num_rows: int, num_kv_tokens: int, gamma: int) -> float:
         """One number of `CostTable.steps_us`."""
-        beyond = num_kv_tokens - self._truth.context * num_rows
+        beyond = num_kv_tokens - self.truth.context * num_rows
         return max(MIN_STEP_US, self._base[num_rows][gamma] + self._slopes[gamma] * beyond)
 
     def _catch_up_us(self, caught: CatchUp) -> tuple[float, float]:
@@ -187,6 +187,6 @@ class Worker:
         if not caught.num_rows:
             return 0.0, 0.0
         num_tokens = caught.num_emitted + caught.num_prompt
-        us = self._truth.catching_up_us(num_tokens, caught.num_rows)
+        us = self.truth.catching_up_us(num_tokens, caught.num_rows)
         emitted_us = us * caught.num_emitted / num_tokens
         return emitted_us, us - emitted_us
