@@ -1,7 +1,8 @@
 """One ridge regression for each gamma over features of the context, kept as sums that add up.
 
 What is regressed is a ratio, target over weight, each step weighted by its weight: with a
-constant feature alone the solution is the ratio of sums. The vector of an arm holds
+constant feature alone the solution is the ratio of sums. The ridge draws the constant towards a
+prior ratio and all other coefficients to 0. The vector of an arm holds
 
     sum weight * x x'  (upper triangle),   sum target * x,   number of steps
 """
@@ -35,7 +36,7 @@ RIDGE = Parameter(
     default=1.0,
     minimum=1e-3,
     maximum=1e3,
-    help="weight of the prior that all coefficients are 0, in steps",
+    help="weight of the prior, that all gammas are alike in all contexts, in steps",
 )
 
 
@@ -85,6 +86,7 @@ class _Solved(NamedTuple):
     age: int  # in parts of a half-life
     factor: Factor  # of ridge + squares, in steps
     targets: Features  # L^-1 targets
+    prior: Features  # L^-1 (ridge, 0, 0, 0, 0)
     num_steps: float
 
 
@@ -94,10 +96,11 @@ class LinearArms:
     def __init__(self, policy: str, half_life: float, ridge: float) -> None:
         self._half_life, self._ridge = half_life, ridge
         self._names = [f"{policy}/{half_life!r}/{gamma}" for gamma in range(MAX_GAMMA + 1)]
+        self._prior = (ridge, 0.0, 0.0, 0.0, 0.0)
+        lower = factor((0.0,) * NUM_SQUARES, ridge)
         no_targets = (0.0, 0.0, 0.0, 0.0, 0.0)
-        nothing = _Solved(None, 0, factor((0.0,) * NUM_SQUARES, ridge), no_targets, 0.0)
-        self._solved = [nothing] * (MAX_GAMMA + 1)
-        self._nothing = nothing
+        self._nothing = _Solved(None, 0, lower, no_targets, forward(lower, self._prior), 0.0)
+        self._solved = [self._nothing] * (MAX_GAMMA + 1)
 
     def learned(
         self, stats: Stats, gamma: int, ran: Ran, weight: float, target: float
@@ -123,8 +126,8 @@ class LinearArms:
         """Target over weight of all arms, over all contexts; 0 if unknown."""
         return _ratio([stats.own.get(name) for name in self._names[: largest + 1]])
 
-    def predict(self, stats: Stats, x: Features, largest: int) -> Predicted:
-        """Mean and variance of every arm of [0, largest]."""
+    def predict(self, stats: Stats, x: Features, largest: int, prior: float) -> Predicted:
+        """Mean and variance of every arm of [0, largest], where `prior` is the prior ratio."""
         means, variances, num_steps = list[float](), list[float](), list[float]()
         own, now = stats.own, stats.totals.steps
         for gamma in range(largest + 1):
@@ -137,7 +140,9 @@ class LinearArms:
                 solved = self._solved[gamma] = self._solve(sums, age)
             a, b, c, d, e = forward(solved.factor, x)
             f, g, h, i, j = solved.targets
-            means.append(a * f + b * g + c * h + d * i + e * j)
+            k, m, n, o, p = solved.prior
+            mean = a * f + b * g + c * h + d * i + e * j
+            means.append(mean + prior * (a * k + b * m + c * n + d * o + e * p))
             variances.append(a * a + b * b + c * c + d * d + e * e)
             num_steps.append(solved.num_steps)
         return Predicted(means, variances, num_steps)
@@ -149,11 +154,12 @@ class LinearArms:
             try:
                 lower = factor(values[:NUM_SQUARES], self._ridge)
                 targets = forward(lower, values[NUM_SQUARES:-1])
+                prior = forward(lower, self._prior)
             except (ValueError, ZeroDivisionError):  # not sums of squares: not ours
                 pass
             else:
                 if max(map(abs, targets)) < _MOST:
-                    return _Solved(sums, age, lower, targets, values[-1])
+                    return _Solved(sums, age, lower, targets, prior, values[-1])
         return self._nothing._replace(sums=sums, age=age)
 
 

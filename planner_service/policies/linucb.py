@@ -1,13 +1,15 @@
 """Policy `linucb`: disjoint linear models of the speed-up, and upper bounds (arXiv 1003.0146).
 
-    theta = A^-1 b,   take the largest  theta' x + alpha sqrt(x' A^-1 x),   A = ridge + sum x x'
+    theta = A^-1 b,   take the largest  theta' x + alpha sqrt(x' A^-1 x)
+    A = ridge + sum x x',   b = ridge e_0 + sum r x
 
-x holds a constant, batch size, its square and logarithm, and KV tokens per row; the reward is
-the throughput per request over that of gamma 0, so that alpha has one meaning on any machine.
-Each step weighs with its time: at a single context the fit is the ratio of sums. With a half-life
-A and b forget, the ridge does not: D-LinUCB (Russac, Vernade and Cappe, 2019) in its simpler
-form, with one matrix. Draft prefill is charged to gamma > 0; the switching cost is not, as the
-algorithm knows of no state. An arm is held for some steps at a batch size.
+that is, a prior of 1 everywhere. x holds a constant, batch size, its square and logarithm, and KV
+tokens per row; the reward r is the throughput per request over that of gamma 0, so that alpha has
+one meaning on any machine. Each step weighs with its time: at a single context the fit is the
+ratio of sums. With a half-life A and b forget, the ridge does not: D-LinUCB (Russac, Vernade and
+Cappe, 2019) in its simpler form, with one matrix. Draft prefill is charged to gamma > 0; the
+switching cost is not, as the algorithm knows of no state. An arm is held for some steps at a
+batch size.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class LinearSpeedup(Policy):
         """Hold the arm, or draw the next one."""
         largest = min(self._gamma_max, context.max_gamma)
         rate = self._arms.ratio(stats, 0) or self._arms.overall_ratio(stats, largest) or 1.0
-        rates, variances, num_steps = self._arms.predict(stats, features_now(context), largest)
+        x = features_now(context)
+        rates, variances, num_steps = self._arms.predict(stats, x, largest, rate)
         means = [rate_there / rate for rate_there in rates]
         prefill = stats.draft_prefill_us_per_token * context.bucket / 1e6 * rate
         if prefill:

@@ -2,25 +2,30 @@
 
 Watkins' Q-learning with epsilon-greedy draws. A state is an octave of batch sizes and a mode:
 "ready", or "stale" where the draft's cache lacks tokens emitted at gamma 0. The reward of a step
-is its tokens per request over its seconds, catch-up included, so leaving gamma 0 costs what it
-was measured to cost and the values say when it pays. A report of n steps at gamma a in state s:
+is its tokens per request and second; catch-up that took as long as c such steps costs c of them:
+
+    reward = tokens / seconds (1 - catch-up seconds / seconds)
+
+A report of n steps at gamma a in state s then moves
 
     Q(s, a) <- Q(s, a) + step (target - Q(s, a)),   step = 1 - (1 - step_size)^n
     target  =  (1 - discount) reward + discount max Q(s', .)
 
-(With 1 - discount, Q is in tokens per second whatever the discount.) At gamma 0 the reward does
-not depend on the mode, and both modes learn. At gamma > 0 the steps that caught up are those
-that left the stale mode, all others were in the ready one.
+(With 1 - discount, Q is in tokens per second whatever the discount.) So leaving gamma 0 pays if it
+is worth its catch-up over the next 1 / (1 - discount) steps. At gamma 0 the reward does not depend
+on the mode, and both modes learn. At gamma > 0 the steps that caught up are those that left the
+stale mode, all others were in the ready one.
 
 What approximates: the batch size is taken to stay in its octave, s' differs from s in mode
-alone; the stale mode does not tell few stale tokens from many; the mean of per-report rewards
-stands for tokens over time; catch-up in steps that could not draft yet, which come without a time,
-is charged to the octave's next step that leaves the stale mode, whichever worker's it is. Q values
-do not add up: of two replicas the last writer's stay.
+alone; the stale mode does not tell few stale tokens from many; steps count alike, however long
+they are, and their mean reward stands for tokens over time; catch-up in steps that could not draft
+yet, which come without a time, is charged to the octave's next step that leaves the stale mode,
+whichever worker's it is. Q values do not add up: of two replicas the last writer's stay.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -114,18 +119,18 @@ class QLearning(Policy):
         if switched:
             catch_up_s = values[OWED] + outcome.catch_up_us / 1e6
             values[OWED] = 0.0
-            reward = tokens / (seconds + catch_up_s / switched)
+            reward = tokens / seconds * (1 - catch_up_s / switched / seconds)
             self._move(values, STALE, gamma, switched, reward)
 
     def _move(
         self, values: list[float], mode: int, gamma: int, num_steps: int, reward: float
     ) -> None:
         after = READY if gamma else STALE
-        following = max(values[after : after + NUM_ARMS]) or reward
+        following = max([q for q in values[after : after + NUM_ARMS] if q], default=reward)
         target = (1 - self._discount) * reward + self._discount * following
         known = values[mode + gamma]
         step = 1 - (1 - self._step_size) ** num_steps if known else 1.0
-        values[mode + gamma] = min(known + step * (target - known), _MOST)
+        values[mode + gamma] = min(max(known + step * (target - known), -_MOST), _MOST)
 
 
 def best_gamma(values: Sequence[float], mode: int, largest: int, prefill_s: float) -> int:
@@ -134,12 +139,12 @@ def best_gamma(values: Sequence[float], mode: int, largest: int, prefill_s: floa
     A gamma that ran in the ready mode alone counts with that value in the stale mode: leaving
     gamma 0 is free until it was measured.
     """
-    best, most = 0, -1.0
+    best, most = 0, -math.inf
     for gamma in range(largest, -1, -1):
         value = values[mode + gamma] or values[READY + gamma]
         if not value:
             return gamma
-        if gamma:
+        if gamma and value > 0:
             value /= 1 + value * prefill_s
         if value >= most:  # of equals the smallest gamma
             best, most = gamma, value
@@ -154,8 +159,8 @@ def _octave(batch_size: int) -> int:
 def _values(stats: Stats, name: str) -> Sequence[float]:
     """The values of an octave; none where they are not ours."""
     values = stats.latest.get(name, _EMPTY)
-    ours = len(values) == NUM_VALUES and min(values) >= 0 and max(values) <= _MOST
-    return values if ours else _EMPTY
+    ours = len(values) == NUM_VALUES and max(values) <= _MOST and min(values) >= -_MOST
+    return values if ours and values[OWED] >= 0 else _EMPTY
 
 
 SPEC = PolicySpec(

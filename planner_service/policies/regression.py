@@ -2,8 +2,9 @@
 
 Supervised learning of the cost, not a bandit: the features are those of `linucb` (constant, batch
 size, its square and logarithm, KV tokens per row), a step weighs with its tokens, so that the fit
-at a single context is the ratio of sums. Added are draft prefill for gamma > 0 and, on the way
-from gamma 0, the switching cost over gamma, as `nightjar` does.
+at a single context is the ratio of sums; the prior is that of all gammas together. Added are draft
+prefill for gamma > 0 and, on the way from gamma 0, the switching cost over gamma, as `nightjar`
+does.
 
 Each gamma is first run for a number of steps over all contexts, and never again for the sake of
 learning: where its few steps were at other batch sizes than those that follow, the prediction is
@@ -50,7 +51,8 @@ class Regression(Policy):
         switching_s = 0.0
         if session.previous_gamma == 0:
             switching_s = stats.catch_up_us_per_token * context.sum_stale_tokens / 1e6
-        losses, _, num_steps = self._arms.predict(stats, features_now(context), largest)
+        prior = self._arms.overall_ratio(stats, largest)
+        losses, _, num_steps = self._arms.predict(stats, features_now(context), largest, prior)
         for gamma in range(1, largest + 1):
             losses[gamma] += prefill_s + switching_s / gamma
 

@@ -350,7 +350,8 @@ def test_parameters_work_at_their_limits(name: str) -> None:
             try:
                 changed, values = spec.build({parameter.name: text})
             except InvalidRequest as error:  # it needs another parameter beside it
-                assert error.field != f"parameters.{parameter.name}"
+                if error.field == f"parameters.{parameter.name}":
+                    raise
                 continue
             assert parameter.parse(values[parameter.name]) == parameter.parse(text)
             assert try_out(changed, []) == ""
