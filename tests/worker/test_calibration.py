@@ -21,12 +21,12 @@ from planner_service import server_messages
 from planner_service.sums import NOTHING, observe
 from planner_service.switching import predict_us, table_us
 from worker.calibration.cli import CalibrateConfig, main
-from worker.calibration.grid import Grid, default_batch_sizes
+from worker.calibration.grid import Grid, Measured, default_batch_sizes
 from worker.calibration.measure import Calibration, Direct
 from worker.calibration.teach_client import CalibrationClient
 from worker.engine.engine import Engine
 from worker.engine.main import start
-from worker.messages import Ready, StepSums
+from worker.messages import Ready
 from worker.planner_client import profile, step_report
 
 MAX_CATCHUP = 16
@@ -44,6 +44,7 @@ FLAGS = {
 GRID = Grid(
     context_lengths=(40, 16), batch_sizes=(1, 3), stale_tokens=(4, 10), repeats=2, temperature=1.0
 )
+SMALL = Grid(context_lengths=(16,), batch_sizes=(1,), stale_tokens=(), repeats=1, temperature=0.0)
 
 
 class Ran:
@@ -86,9 +87,14 @@ def ran(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     torch.set_num_threads(threads)
 
 
-def test_every_cell_is_measured_and_the_engine_left_empty(ran: Ran) -> None:
+@pytest.fixture(scope="module")
+def measured(ran: Ran) -> Measured:
+    """What one run of the grid finds."""
+    return ran.calibration().run(GRID)
+
+
+def test_every_cell_is_measured_and_the_engine_left_empty(ran: Ran, measured: Measured) -> None:
     """Each context, batch size and gamma has its steps; catch-up is measured at one context."""
-    measured = ran.calibration().run(GRID)
     assert set(measured.cells) == {(c, b, g) for c in (16, 40) for b in (1, 3) for g in (0, 1, 2)}
     for (length, batch, gamma), cell in measured.cells.items():
         least = GRID.repeats + (sum(GRID.stale_tokens) if length == 16 and gamma == 0 else 0)
@@ -111,9 +117,9 @@ def test_every_cell_is_measured_and_the_engine_left_empty(ran: Ran) -> None:
     assert ran.engine.scheduler.blocks.num_free == ran.engine.scheduler.blocks.num_total
 
 
-def test_only_clean_steps_teach_time(ran: Ran) -> None:
+def test_only_clean_steps_teach_time(measured: Measured) -> None:
     """Timed steps had all rows and no catch-up; steps that caught up teach what that cost."""
-    reports = ran.calibration().run(GRID).reports
+    reports = measured.reports
     assert {sums.decision_id for sums in reports} == {""}
     assert not any(sums.num_prefill_tokens or sums.draft_prefill_us for sums in reports)
     timed = [sums for sums in reports if sums.num_timed_steps]
@@ -125,10 +131,10 @@ def test_only_clean_steps_teach_time(ran: Ran) -> None:
     )
 
 
-def test_a_planner_takes_every_report_and_knows_the_costs(ran: Ran) -> None:
+def test_a_planner_takes_every_report_and_knows_the_costs(measured: Measured) -> None:
     """By the planner's own checks each report is one that steps can have; their sums answer."""
     known = NOTHING
-    for sums in ran.calibration().run(GRID).reports:
+    for sums in measured.reports:
         report = server_messages.report(step_report(sums), "report", 8, 4096)
         known = known.plus(observe(report.context, report.gamma, report.outcome))
     assert {(b, g) for b, row in known.buckets.items() for g in row} == {
@@ -149,7 +155,7 @@ def test_a_spent_budget_keeps_what_was_measured(ran: Ran) -> None:
     assert all("--budget-s=45 is spent" in words for words in measured.left_out)
     assert "batch 3 at 40 tokens" in measured.left_out[-1]
     assert not ran.engine.scheduler.has_work
-    assert len(ran.calibration().run(GRID).cells) == 12  # and the engine goes on
+    assert len(ran.calibration().run(SMALL).cells) == 3  # and the engine goes on
 
 
 @pytest.mark.parametrize(
@@ -230,14 +236,32 @@ def test_the_profile_is_the_worker_s_own(ran: Ran) -> None:
     assert CalibrationClient("127.0.0.1:1", ready).profile == profile(ready)
 
 
-def test_a_planner_that_is_not_there_is_named(ran: Ran) -> None:
-    """The error says whom it tried."""
+def test_a_planner_that_is_not_there_is_named_before_anything_is_loaded(ran: Ran) -> None:
+    """The error says whom it tried; one that dies meanwhile is named as well."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-        sums: list[StepSums] = []
         with pytest.raises(Unavailable, match=address):
-            CalibrationClient(address, ran.ready).teach(sums)
+            main([f"--planner={address}", "--model=/nowhere"])
+        reports = ran.calibration().run(SMALL).reports
+        with pytest.raises(Unavailable, match=address):
+            CalibrationClient(address, ran.ready).teach(reports)
+
+
+def test_a_proposer_without_a_cache_has_nothing_to_catch_up(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With n-grams there are cells for every gamma and no catch-up; a dry run teaches nobody."""
+    threads = torch.get_num_threads()
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in FLAGS.items()]
+    flags += [f"--model={tiny.target}", "--proposer=ngram", f"--shm-dir={tmp_path}"]
+    flags += ["--batch-sizes=2", "--context-lengths=20", "--repeats=2", "--dry-run"]
+    assert nightjar(["bench", "calibrate", *flags]) == 0
+    torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines[3:6]] == [["20", "2", str(g), "2"] for g in range(3)]
+    assert lines[-1] == "dry run: nobody was taught"
+    assert not any("stale" in line for line in lines)
 
 
 def test_without_a_planner_the_command_refuses_before_it_loads(

@@ -82,7 +82,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: A flag is wrong, or nothing says where a planner is.
         NightjarError: The model cannot be served, or the planner does not take the reports.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="nightjar bench calibrate", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--json", action="store_true")
     switches, flags = parser.parse_known_args(argv)
@@ -132,9 +134,13 @@ def calibrate(config: CalibrateConfig, address: str) -> tuple[Ready, Measured, i
     def say(words: str) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {words}", file=sys.stderr, flush=True)
 
+    from worker.calibration.teach_client import CalibrationClient, greet
+
+    if address:
+        greet(address)  # a planner that is not there is told of now, not at the end
+
     # Only now: what is refused above is refused at once, before torch has been imported.
     from worker.calibration.measure import Calibration, Direct
-    from worker.calibration.teach_client import CalibrationClient
     from worker.engine.main import start
 
     channel = Direct(say)
@@ -142,9 +148,6 @@ def calibrate(config: CalibrateConfig, address: str) -> tuple[Ready, Measured, i
     engine_config = dataclasses.replace(config, planner="calibration", memory_agent="")
     models, engine, ready = start(engine_config, cast(Any, channel))
     try:
-        client = CalibrationClient(address, ready) if address else None
-        if client is not None:
-            client.teach([])  # a planner that is not there is told of now, not at the end
         calibration = Calibration(
             engine,
             channel,
@@ -156,7 +159,8 @@ def calibrate(config: CalibrateConfig, address: str) -> tuple[Ready, Measured, i
         measured = calibration.run(_grid(config))
     finally:
         models.close()
-    return ready, measured, client.teach(measured.reports) if client is not None else 0
+    num_taught = CalibrationClient(address, ready).teach(measured.reports) if address else 0
+    return ready, measured, num_taught
 
 
 def _grid(config: CalibrateConfig) -> Grid:

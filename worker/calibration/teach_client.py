@@ -16,6 +16,20 @@ TIMEOUT_S = 10.0
 MAX_REPORTS = 512  # in one call; the planner takes twice as many
 
 
+def greet(address: str) -> None:
+    """See that a planner answers.
+
+    Raises:
+        NightjarError: It does not.
+    """
+    with grpc.insecure_channel(address) as channel:
+        stub = planner_pb2_grpc.PlannerServiceStub(channel)
+        try:
+            stub.ListPolicies(planner_pb2.ListPoliciesRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise _translated(error, address) from None
+
+
 class CalibrationClient:
     """A connection to the planner under the profile of a worker like this engine."""
 
@@ -24,7 +38,7 @@ class CalibrationClient:
         self.profile = profile(ready)
 
     def teach(self, reports: Sequence[StepSums]) -> int:
-        """Report steps; returns how many reports the planner took. None at all is a greeting.
+        """Report steps; returns how many reports the planner took.
 
         Raises:
             Unavailable: No planner answers.
@@ -33,7 +47,7 @@ class CalibrationClient:
         num_accepted = 0
         with grpc.insecure_channel(self._address) as channel:
             stub = planner_pb2_grpc.PlannerServiceStub(channel)
-            for start in range(0, max(1, len(reports)), MAX_REPORTS):
+            for start in range(0, len(reports), MAX_REPORTS):
                 request = planner_pb2.ReportRewardRequest(
                     profile=self.profile,
                     reports=[step_report(sums) for sums in reports[start : start + MAX_REPORTS]],
