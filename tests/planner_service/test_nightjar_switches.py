@@ -18,7 +18,9 @@ from planner_service.policies.bins import Bin
 from planner_service.policies.policy import Choice, Policy, check_choice, check_table
 from planner_service.policies.remembered import CHANCE, MIN_CHANGE, MIN_REPORTS, WINDOWS, Remembered
 from planner_service.session import Session, pack, unpack
+from planner_service.store import RedisStore, connect
 from planner_service.sums import NOTHING, Stats, from_fields, observe
+from planner_service.trial import try_out
 
 AT = Context(1, max_gamma=1)
 
@@ -258,6 +260,34 @@ def test_what_two_replicas_learned_adds_up_in_any_order(seed: int, discount: flo
     assert kept.since(merged, 1) == kept.since(stats, 1) > 0
     assert kept.visits(merged, 1) == kept.visits(stats, 1)
     assert kept.arms(merged, 1)[1] == pytest.approx(kept.arms(stats, 1)[1], rel=1e-6)
+
+
+async def test_a_restart_survives_the_store(store: str) -> None:
+    """Two processes flush what was learned in turns; whoever reads it sees the same arms."""
+    policy = made(gamma_max=1, restart="test", discount=0.97)
+    stats, halves = NOTHING, [NOTHING, NOTHING]
+    for index, (_, outcome) in enumerate(jump(10_000, 20_000)):
+        delta = policy.update(stats, AT, 1, outcome)
+        stats = stats.plus(delta)
+        halves[index % 2] = halves[index % 2].plus(delta)
+    for half in reversed(halves):
+        client = RedisStore(connect(store), f"process {halves.index(half)}")
+        await client.flush("g", 1, 0, half.fields())
+        fields, _, _ = await client.read("g")
+        await client.close()
+    stored, num_unknown = from_fields(fields.items())
+    assert num_unknown == 0
+    kept = Remembered(0.97, restart=True)
+    assert kept.since(stored, 1) == kept.since(stats, 1) > 0
+    assert kept.visits(stored, 1) == kept.visits(stats, 1)
+    assert kept.arms(stored, 1)[1] == pytest.approx(kept.arms(stats, 1)[1], rel=1e-6)
+
+
+def test_an_operator_can_activate_every_switch() -> None:
+    """The trial grid finds no fault, with nothing known and with a restart behind."""
+    policy = made(restart="test", discount=0.97, switching_cost="table")
+    stats = taught(policy, *jump(10_000, 20_000))
+    assert not try_out(policy, [NOTHING, stats])
 
 
 def test_of_two_marks_the_later_stays_and_of_equal_clocks_the_mean() -> None:
