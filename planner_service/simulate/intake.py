@@ -60,12 +60,17 @@ class Intake:
         self._next: Request | None = None
         for _ in range(closed_rows):
             self._begin(next(requests))
+        rows.settle()
         if not self._is_closed:
             self._next = next(requests, None)
 
     def _begin(self, request: Request) -> None:
+        most = request.num_output_tokens
+        if most < 2:  # no row: its one token comes from prefill
+            self._take(request)
+            return
         self._classify(request)
-        share, most = self._noise.uniform(), request.num_output_tokens
+        share = self._noise.uniform()
         request.num_emitted = 1 if most >= ENDLESS else max(1, int(share * most))
         request.first_token_at = 0.0
         self._rows.admit(request, self._chances(request), caught_up=True)
@@ -149,9 +154,10 @@ class Intake:
             else:
                 self._rows.admit(request, self._chances(request))
         self._prefilled.clear()
+        self._rows.settle()
 
     def end_rows(self, now: float) -> None:
-        """Take away the rows that have emitted all of their tokens."""
+        """Take away the rows that have emitted all of their tokens; `join` follows."""
         ended = self._rows.ended()
         if ended is not None:
             for request in self._rows.remove(ended):
@@ -175,6 +181,7 @@ class Intake:
             else:
                 (request,) = rows.remove(np.array([len(rows) - 1]))
             self.waiting.appendleft(request)
+        rows.settle()
 
     def change(self) -> None:
         """At an abrupt change the text of requests that are there changes, too."""

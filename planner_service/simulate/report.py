@@ -146,7 +146,7 @@ def table(summaries: Sequence[Summary]) -> str:
         cells = [name]
         for figure, _, form in COLUMNS:
             value = mean_of(grouped[name], figure)
-            cells.append("-" if value is None else format(value, form))
+            cells.append("-" if value is None else _format(value, form))
         rows.append(cells)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
@@ -156,6 +156,11 @@ def table(summaries: Sequence[Summary]) -> str:
         )
         for row in rows
     )
+
+
+def _format(value: float, form: str) -> str:
+    text = format(value, form)
+    return text.removeprefix("-") if not text.strip("-0.%") else text  # no "-0"
 
 
 def as_json(summaries: Sequence[Summary]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ class CatchUp(NamedTuple):
 
 
 class Rows:
-    """State of the decode rows.
+    """State of the decode rows; after rows came or went, `settle` is called before the next step.
 
     Of each row: tokens left to emit; prompt and output tokens together; tokens that the draft's
     cache lacks, of the prompt and of what was emitted at gamma 0; and the chance that its first
@@ -43,15 +43,24 @@ class Rows:
         self._numbers = np.zeros((4, max_rows), np.int64)
         self._chances = np.zeros((MAX_GAMMA, max_rows))
         self._view()
+        self.settle()
 
     def _view(self) -> None:
         n = len(self.requests)
         self.left: Ints
         self.left, self.total, self.stale_prompt, self.stale_emitted = self._numbers[:, :n]
         self.chances: Floats = self._chances[:, :n]
-        self.sums: Floats = self.chances.sum(axis=1)  # expected accepted drafts by position
-        self.least_left = int(self.left.min()) if n else 0
-        self.most_left = int(self.left.max()) if n else 0
+        self._changed = True
+
+    def settle(self) -> None:
+        """Bring what is known of all rows up to date, once all that come and go have."""
+        if self._changed:
+            self._changed = False
+            some = bool(self.requests)
+            self.sums: Floats = self.chances.sum(axis=1)  # expected accepted drafts by position
+            self.least_left = int(self.left.min()) if some else 0
+            self.most_left = int(self.left.max()) if some else 0
+            self.measure_staleness()
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -67,8 +76,6 @@ class Rows:
         self._chances[:, n] = chances
         self.num_kv_tokens += prompt + done
         self._view()
-        self.sum_stale += stale
-        self.max_stale = max(self.max_stale, stale)
 
     def remove(self, index: NDArray[np.intp]) -> list[Request]:
         """Take rows away; their requests know what they emitted."""
@@ -85,13 +92,13 @@ class Rows:
         for i in sorted(map(int, index), reverse=True):
             del self.requests[i]
         self._view()
-        self.measure_staleness()
         return gone
 
     def redraw(self, chances: Floats) -> None:
         """Give every row new chances, [MAX_GAMMA, rows]."""
         self.chances[:] = chances
-        self.sums = self.chances.sum(axis=1)
+        self._changed = True
+        self.settle()
 
     def measure_staleness(self) -> None:
         """Bring `sum_stale` and `max_stale` up to date."""

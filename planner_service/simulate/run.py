@@ -47,17 +47,20 @@ class Scenario:
         return self.truth.perturbed(seed, self.noise).with_kv_slope(self.kv_slope_factor)
 
     def check(self) -> None:
-        """Refuse a closed loop whose requests cannot run.
+        """Refuse what would never take a decode step, or never end.
 
         Raises:
-            ConfigError: The pool is too small for one of them.
+            ConfigError: The pool is too small for one request, or no output has a second token.
         """
-        most = self.arrivals.lengths.most + self.max_gamma + 1
+        lengths = self.arrivals.lengths
+        most = lengths.most + self.max_gamma + 1
         if self.arrivals.kind == "closed" and most > self.kv_pool_tokens:
             raise ConfigError(
                 f"a closed loop needs a KV pool of at least {most} tokens, one request's, "
                 f"not {self.kv_pool_tokens}"
             )
+        if lengths.mean_output <= 1 and self.arrivals.kind != "azure":
+            raise ConfigError("outputs of one token come from prefill: nothing would decode")
 
 
 @dataclass(frozen=True, kw_only=True)

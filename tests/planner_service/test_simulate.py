@@ -240,6 +240,7 @@ def test_accepted_drafts_have_their_chances() -> None:
         request = next(requests)
         request.num_emitted = 1
         rows.admit(request, np.array(chances), caught_up=True)
+    rows.settle()
     plain = [verify(rows, noise, 3, None) for _ in range(400)]
     mean = np.mean([done.accepted for done in plain], axis=0) / 128
     assert mean == pytest.approx(chances[:3], abs=0.01)

@@ -33,6 +33,7 @@ SHORT = ["--steps", "120", "--rows", "6", "--jobs", "1"]
         (["--trace", "x.csv"], "go together"),
         (["--arrivals", "azure", "--trace", "/nowhere.csv"], "cannot be read"),
         (["--lengths", "long"], "sharegpt or fixed"),
+        (["--lengths", "fixed:9,1"], "nothing would decode"),
         (["--steps", "0"], "whole number in [1, 1000000]"),
         (["--steps", "1e3"], "whole number"),
         (["--seeds", "3-1"], "must ascend"),
