@@ -28,6 +28,7 @@ from planner_service.outcome_model import Floats, Ints, predict
 
 MAX_UNSUPPORTED = 0.05  # of the policy's probability, on arms that the log never drew
 MIN_COVERED = 0.8  # mean weight: the share of the policy that the log could have drawn
+_LEAST_PROPENSITY = 1e-12  # so that no square overflows; one such bin is refused by its ESS of 1
 _LEAST_LEFT = 0.05  # of a bucket without its heaviest bin
 
 
@@ -135,7 +136,7 @@ def _table(
     for i, bin_ in enumerate(bins):
         for arm, probability in probabilities[bin_].items():
             policy[i, index[arm]] = probability
-    propensities = np.array([bin_.drawn.propensity for bin_ in bins])
+    propensities = np.array([max(bin_.drawn.propensity, _LEAST_PROPENSITY) for bin_ in bins])
     return _Table(
         buckets=np.array([_range(bin_.drawn.context.batch_size) for bin_ in bins]),
         draws=np.array([bin_.draw for bin_ in bins]),

@@ -12,7 +12,7 @@ from nightjar import log
 from nightjar.errors import ConfigError, InvalidRequest, NotPossibleNow
 from planner_service.bins import Drawn, Heard, Log, parse, put_together
 from planner_service.evaluate import evaluate
-from planner_service.plugins.discovery import load_plugins
+from planner_service.plugins.discovery import installed, load_plugins
 from planner_service.policies import BUILT_IN
 from planner_service.policies.policy import Policy
 from planner_service.replay import Replay
@@ -110,8 +110,8 @@ def read(paths: Sequence[str]) -> tuple[list[Drawn | Heard], list[str]]:
 def _policy(name: str, parameters: Mapping[str, str]) -> Iterator[tuple[Policy, dict[str, str]]]:
     """The policy and all its parameters; a plug-in runs in a process that ends with the block."""
     known, process = dict(BUILT_IN), None
-    if name not in known:
-        log.configure("policy")
+    if name not in known and installed():
+        log.configure("policy")  # what is said of plug-ins goes to standard error
         plugins, process = load_plugins(BUILT_IN, PLUGIN_TIMEOUT_S)
         known.update(plugins)
     try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -220,6 +221,21 @@ def test_a_plug_in_is_estimated_before_it_decides_for_anyone(tmp_path: Path) -> 
         answer = json.loads(command.stdout)
     assert answer["parameters"]["target"] == "0.4"
     assert answer["overall"]["effective_sample_size"] > 50
+
+
+def test_the_documented_evaluations_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command of the page gives an estimate."""
+    monkeypatch.chdir(tmp_path)
+    lines = logged(lambda size: [0.25] * 4, 1500, 0)
+    written(tmp_path / "audit.jsonl.1", as_lines(lines[:1000]))
+    written(tmp_path / "audit.jsonl", as_lines(lines[1000:]))
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+    commands = re.findall(r"^nightjar policy evaluate (.*)$", page, re.MULTILINE)
+    assert len(commands) == 3
+    ends = [evaluated(*command.split(), capsys=capsys) for command in commands]
+    assert [status for status, _, _ in ends] == [0, 0, 0], ends
 
 
 BAD_COMMANDS: list[tuple[list[str], int, str]] = [
