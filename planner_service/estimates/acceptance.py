@@ -1,20 +1,21 @@
 """Acceptance by draft position, quick to follow a change and steady without one.
 
-The same counts are kept under three half-lives. Used is the longest one that no shorter one
-contradicts: after a change the short one disagrees, and the past is dropped for all positions
-at once. (The rule is Lepski's choice of a bandwidth, over exponential windows.)
+The same counts are kept under several half-lives, in rows that had a draft verified. Used is the
+longest one that no shorter one contradicts: after a change a short one disagrees, and the past
+is dropped for all positions at once. (The rule is Lepski's choice of a bandwidth.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from planner_service.context import MAX_GAMMA, Outcome
 from planner_service.own_sums import OwnSums
 
-HALF_LIVES = (24.0, 200.0, 1600.0)  # steps, shortest first
+HALF_LIVES = (8.0, 40.0, 200.0, 1600.0, 12_800.0)  # rows, shortest first
 CONTRADICTION_SDS = 2.5
 PRIOR_ROWS = 6.0  # weight of a position's guess, in rows
 COLD_ROWS = 32.0  # below this many own rows other profiles' acceptance is the guess
@@ -23,22 +24,39 @@ _NAMES = tuple(f"acceptance/{half_life:g}" for half_life in HALF_LIVES)
 
 
 class Acceptance(NamedTuple):
-    """Mean tokens a row emits in a step, by gamma, as estimated and as it may well be."""
+    """Mean tokens a row emits in a step, [gamma] from 0, the bonus token included."""
 
-    tokens: tuple[float, ...]  # [gamma] from 0, the bonus token included
-    tokens_high: tuple[float, ...]
+    tokens: tuple[float, ...]
+    tokens_high: tuple[float, ...]  # as it may well be
+    tokens_lately: tuple[float, ...]  # going by the last few rows alone
 
 
-def sums(policy: str, clock: float, outcome: Outcome) -> dict[str, OwnSums]:
-    """What steps add to the counts of a policy; nothing where no draft was verified."""
+def sums(policy: str, num_rows: float, outcome: Outcome) -> dict[str, OwnSums]:
+    """What steps add to the counts of a policy; nothing where no draft was verified.
+
+    Args:
+        policy: Whose sums they are.
+        num_rows: Rows that had a draft verified before, ever: the clock of these sums.
+        outcome: Of the steps.
+    """
     if not any(outcome.reached):
         return {}
+    rows = outcome.reached[0]
     short = (0,) * (MAX_GAMMA - len(outcome.reached))
     values = (*outcome.reached, *short, *outcome.accepted, *short)
     return {
-        f"{policy}/{name}": OwnSums(values, half_life, clock)
+        f"{policy}/{name}": OwnSums(
+            tuple([value * kept for value in values]), half_life, num_rows + rows
+        )
         for name, half_life in zip(_NAMES, HALF_LIVES, strict=True)
+        for kept in (_kept(rows, half_life),)
     }
+
+
+def _kept(rows: float, half_life: float) -> float:
+    """Share of a report's rows that counts at its end, since they came one after the other."""
+    age = rows * math.log(2) / half_life
+    return -math.expm1(-age) / age if age > 1e-6 else 1.0
 
 
 def counts(policy: str, own: Mapping[str, OwnSums]) -> tuple[OwnSums | None, ...]:
@@ -57,8 +75,9 @@ def estimate(
     """Mean tokens by gamma up to `largest`, from a policy's counts and from other profiles'."""
     windows = [values for window in found if window is not None for values in (window.values,)]
     values = _steadiest(windows) if windows else (0.0,) * (2 * MAX_GAMMA)
+    last = windows[0] if windows else values
     cold = values[0] < COLD_ROWS
-    guess = FIRST_GUESS
+    guess = guess_lately = FIRST_GUESS
     tokens, high = [1.0], [1.0]
     chain = chain_high = 1.0
     for i in range(largest):
@@ -73,7 +92,11 @@ def estimate(
         tokens.append(tokens[-1] + chain)
         high.append(high[-1] + chain_high)
         guess = rate
-    return Acceptance(tuple(tokens), tuple(high))
+        if i == 0:
+            guess_lately = rate
+    rate = (last[MAX_GAMMA] + guess_lately) / (last[0] + 1)
+    lately = accumulate([rate**i for i in range(largest + 1)])
+    return Acceptance(tuple(tokens), tuple(high), tuple(lately))
 
 
 def _steadiest(windows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -25,10 +25,12 @@ _NO_OWN: dict[str, OwnSums] = {}
 
 
 def sums(
-    policy: str, clock: float, context: Context, gamma: int, outcome: Outcome
+    policy: str, stats: Stats, context: Context, gamma: int, outcome: Outcome
 ) -> dict[str, OwnSums]:
     """What steps add to a policy's own sums, for `Model` to read."""
-    found = acceptance.sums(policy, clock, outcome)
+    num_rows = stats.reached[0] if stats.reached else 0.0
+    found = acceptance.sums(policy, num_rows, outcome)
+    clock = stats.totals.steps + outcome.num_steps
     found.update(step_cost.sums(policy, clock, context, gamma, outcome))
     return found
 

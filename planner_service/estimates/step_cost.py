@@ -1,9 +1,9 @@
 """Step time as a function of batch size, gamma and KV tokens, learned from few steps.
 
 The logarithm of the time without KV reads is a Gaussian process over (log batch size, gamma): a
-level, its change with the batch, a slope in gamma, and a residual of each gamma that carries over
-to similar batch sizes alone (Rasmussen and Williams 2006, chapter 2). KV tokens add a time per
-token, from how step time moves with them inside cells of alike steps.
+level, its change with the batch, what drafting costs at all, a slope in gamma, and a residual of
+each gamma that carries over to similar batch sizes alone (Rasmussen and Williams 2006, chapter
+2). KV tokens add a time each, from how step time moves with them inside cells of alike steps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ HALF_LIFE = 4000.0  # steps: machines change slowly
 # Of a cell, summed over steps: 1, us, batch, KV, KV^2, KV * us; over reports: us^2 / steps, 1.
 NUM_VALUES = 8
 
-PRIOR_SLOPE = 0.12  # of log time by gamma, before anything is known
-LEVEL_SD, CURVE_SD, SLOPE_SD, RESIDUAL_SD = 3.0, 0.5, 0.15, 0.15
-CURVE_LENGTH, SLOPE_LENGTH, RESIDUAL_LENGTH = 2.0, 1.5, 0.7  # in log batch size
+# Before anything is known: of log time, what the first draft adds, and each one.
+PRIOR_START, PRIOR_SLOPE = 0.15, 0.1
+LEVEL_SD, CURVE_SD, START_SD, SLOPE_SD, RESIDUAL_SD = 3.0, 0.5, 0.2, 0.15, 0.2
+# In log batch size.
+CURVE_LENGTH, START_LENGTH, SLOPE_LENGTH, RESIDUAL_LENGTH = 2.0, 1.5, 1.5, 0.7
 CELL_SD = 0.01  # noise of the log of a cell's mean, at least
 STEP_SD, STEP_SD_RANGE, STEP_SD_REPORTS = 0.1, (0.02, 0.4), 8.0  # of one step; its prior's weight
 KV_PRIOR_STEPS = 20.0  # weight of "KV costs nothing", in steps of the usual spread
@@ -118,7 +120,7 @@ class StepCost:
         self._log_batch = np.array([cell.log_batch for cell in cells])
         self._gamma = np.array([float(cell.gamma) for cell in cells])
         y = np.array([_log_free_us(cell, self.us_per_kv_token) for cell in cells])
-        y -= PRIOR_SLOPE * self._gamma
+        y -= _prior(self._gamma)
         self._mean = float(y.mean()) if cells else 0.0
         noise = [spread.step_sd**2 / cell.num_steps + CELL_SD**2 for cell in cells]
         covariance = _kernel(self._log_batch, self._gamma, self._log_batch, self._gamma)
@@ -135,7 +137,7 @@ class StepCost:
         gammas = np.tile(np.arange(largest + 1.0), len(batch_sizes))
         at = np.repeat(np.log(batch_sizes), largest + 1)
         k = _kernel(at, gammas, self._log_batch, self._gamma)
-        mean: Floats = self._mean + PRIOR_SLOPE * gammas + k @ self._weights
+        mean: Floats = self._mean + _prior(gammas) + k @ self._weights
         return mean.reshape(len(batch_sizes), largest + 1)
 
     def covariance(self, batch_size: float, largest: int) -> Floats:
@@ -152,14 +154,25 @@ def _log_free_us(cell: Cell, us_per_kv_token: float) -> float:
     return math.log(max(us - us_per_kv_token * cell.num_kv_tokens, 0.2 * us))
 
 
+def _prior(gammas: Floats) -> Floats:
+    return PRIOR_START * (gammas > 0) + PRIOR_SLOPE * gammas
+
+
 def _kernel(x: Floats, g: Floats, x2: Floats, g2: Floats) -> Floats:
     apart = np.abs(x[:, None] - x2[None, :])
-    slope = SLOPE_SD**2 * np.outer(g, g2) * np.exp(-apart / SLOPE_LENGTH)
-    residual = RESIDUAL_SD**2 * (g[:, None] == g2[None, :]) * np.exp(-apart / RESIDUAL_LENGTH)
-    covariance: Floats = (
-        LEVEL_SD**2 + CURVE_SD**2 * np.exp(-apart / CURVE_LENGTH) + slope + residual
-    )
+    slope = SLOPE_SD**2 * np.outer(g, g2) * _matern(apart, SLOPE_LENGTH)
+    start = START_SD**2 * np.outer(g > 0, g2 > 0) * _matern(apart, START_LENGTH)
+    residual = RESIDUAL_SD**2 * (g[:, None] == g2[None, :]) * _matern(apart, RESIDUAL_LENGTH)
+    curve = CURVE_SD**2 * _matern(apart, CURVE_LENGTH)
+    covariance: Floats = LEVEL_SD**2 + curve + start + slope + residual
     return covariance
+
+
+def _matern(apart: Floats, length: float) -> Floats:
+    """Correlation of a once differentiable function (Matern, smoothness 3/2)."""
+    scaled = apart * (math.sqrt(3) / length)
+    correlation: Floats = (1 + scaled) * np.exp(-scaled)
+    return correlation
 
 
 def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:

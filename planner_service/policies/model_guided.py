@@ -33,9 +33,10 @@ from planner_service.switching import predict_us
 NAME = "model_guided"
 HOLD_STEPS = 16
 UNSURE_HOLD_STEPS = 4  # while experiments are worth making
-EXPERIMENT_STEPS, PROBE_STEPS = 2, 1
-MARGIN = 0.005  # of the rate, that an experiment must promise
-OPTIMISM_SDS = 1.3
+EXPERIMENT_STEPS, PROBE_STEPS, SECOND_PROBE_STEPS, SECOND_PROBE_AFTER = 2, 1, 4, 8
+DOUBT_SHARE = 0.02  # of decisions, to trials that the model sees no reason for
+MARGIN = 0.02  # of the rate, that an experiment must promise
+OPTIMISM_SDS = 1.5
 # At gamma 0 a probe must be able to pay if acceptance is as good as this.
 GOOD_TOKENS = tuple(sum(0.9**i for i in range(gamma + 1)) for gamma in range(MAX_GAMMA + 1))
 MAX_PROBE_TOKENS = 1024  # that a step catches up, at most, in the workers' default
@@ -48,20 +49,29 @@ class Memory(NamedTuple):
     """What a stream remembers."""
 
     since_draft: float = 0.0  # steps since something was drafted
-    on_steps: float = 0.0  # steps with drafts, and how often they began; the older count less
+    favoured: float = 0.0  # 1 if, switching apart, speculation was best when last asked
+    # Steps in which it was, and how often they began; the older count less. Not the steps that
+    # speculated: a switch that seems dear would then keep itself from ever being made.
+    on_steps: float = 0.0
     on_runs: float = 0.0
 
     @property
     def on_length(self) -> float:
-        """Steps that speculation tends to stay on."""
+        """Steps that speculation tends to stay best."""
         return (self.on_steps + FIRST_ON_STEPS) / (self.on_runs + 1)
 
     def after(self, num_steps: int, gamma: int) -> Memory:
         """Once steps ran with a gamma."""
-        if gamma == 0:
-            return self._replace(since_draft=min(self.since_draft + num_steps, _MOST))
+        since_draft = min(self.since_draft + num_steps, _MOST) if gamma == 0 else 0.0
+        if not self.favoured:
+            return self._replace(since_draft=since_draft)
         kept = 1.0 if self.on_steps < MAX_ON_STEPS else 0.5
-        return Memory(0.0, kept * self.on_steps + num_steps, kept * self.on_runs)
+        return Memory(since_draft, 1.0, kept * self.on_steps + num_steps, kept * self.on_runs)
+
+    def judged(self, favoured: bool) -> Memory:
+        """Once it is known whether speculation is best now, switching apart."""
+        begins = favoured and not self.favoured
+        return self._replace(favoured=float(favoured), on_runs=self.on_runs + begins)
 
 
 class ModelGuided(Policy):
@@ -78,8 +88,7 @@ class ModelGuided(Policy):
         learned = observe(context, gamma, outcome)
         if context.feasible_max_gamma == 0:
             return learned
-        clock = stats.totals.steps + outcome.num_steps
-        own = sums(NAME, clock, context, gamma, outcome)
+        own = sums(NAME, stats, context, gamma, outcome)
         return learned._replace(own={**learned.own, **own} if learned.own else own)
 
     def select(
@@ -91,33 +100,37 @@ class ModelGuided(Policy):
         model.read(stats)
         largest = min(self._gamma_max, context.max_gamma)
         feasible = min(largest, context.feasible_max_gamma)
-        rates = self._rates(context, stats, memory)
+        settled = self._rates(context, stats, 0.0)
+        memory = memory.judged(max(settled[1 : feasible + 1], default=0.0) > settled[0])
+        stale_us = _switching_us(context, stats)
+        rates = self._rates(context, stats, stale_us / memory.on_length) if stale_us else settled
         best = max(range(largest + 1), key=rates.__getitem__)
         gamma = exploit = max(range(feasible + 1), key=rates.__getitem__)
         off = session.previous_gamma == 0 or _stale_tokens(context) > 0
         hold, explored, propensity = HOLD_STEPS, False, 1.0
         if feasible > 0:
             if off and exploit == 0:
-                trials, share, hold = self._probes(context, stats, memory, rates[: feasible + 1])
-                trial_hold = PROBE_STEPS
+                trials, share, hold, trial_hold = self._probes(
+                    context, stats, memory, rates[: feasible + 1]
+                )
             else:
                 trials = self._worth_trying(context, rates[: feasible + 1], exploit)
                 share, trial_hold = self._experiment_share, EXPERIMENT_STEPS
                 hold = UNSURE_HOLD_STEPS if trials else HOLD_STEPS
+                if not trials:
+                    trials = [other for other in range(feasible + 1) if other != exploit]
+                    share = min(share, DOUBT_SHARE)
             if trials and share > 0:
                 explored, propensity = rng.random() < share, 1 - share
                 if explored:
                     gamma, propensity, hold = rng.choice(trials), share / len(trials), trial_hold
-        if off and gamma > 0 and not explored:
-            memory = memory._replace(on_runs=memory.on_runs + 1)
         table = model.table(context.max_batch_size, largest)
         choice = Choice(gamma, best, hold, explored, propensity, table, GRID)
         return choice, Session(gamma, {0: memory})
 
-    def _rates(self, context: Context, stats: Stats, memory: Memory) -> list[float]:
+    def _rates(self, context: Context, stats: Stats, switching_us: float) -> list[float]:
         """Tokens per microsecond and row, by gamma."""
         rows = max(1, context.batch_size)
-        switching_us = _switching_us(context, stats) / memory.on_length
         prefill_us = rows * stats.draft_prefill_us_per_token
         us = self._model.step_us(context)
         rates = [1 / us[0]]
@@ -128,7 +141,7 @@ class ModelGuided(Policy):
     def _worth_trying(self, context: Context, rates: Sequence[float], best: int) -> list[int]:
         """Gammas whose rate may well exceed the best one's."""
         factors = self._model.time_factors(context.batch_size, best)
-        tokens, high = self._model.acceptance
+        tokens, high, _ = self._model.acceptance
         needed = rates[best] * (1 + MARGIN)
         return [
             gamma
@@ -138,20 +151,28 @@ class ModelGuided(Policy):
 
     def _probes(
         self, context: Context, stats: Stats, memory: Memory, rates: Sequence[float]
-    ) -> tuple[list[int], float, int]:
-        """What to try while plain decoding is best: gammas, probability, and steps to wait.
+    ) -> tuple[list[int], float, int, int]:
+        """What to try while plain decoding is best.
 
-        Trying means to catch up, so it waits until that costs a small share of the time.
+        Trying means to catch up, so it waits until that costs a small share of the time; but
+        where the last probe went so well that speculation might pay, a longer one follows soon.
+
+        Returns:
+            Gammas, the probability of trying one, steps to wait if none is tried, and to try.
         """
         us = self._model.step_us(context)
+        drafting = range(1, len(rates))
         trials = self._worth_trying(context, rates, 0)
-        if not trials and any(GOOD_TOKENS[g] / us[g] > rates[0] for g in range(1, len(rates))):
+        if not trials and any(GOOD_TOKENS[g] / us[g] > rates[0] for g in drafting):
             trials = [1]
-        cost_us = max(0.0, us[1] - us[0]) + _switching_us(context, stats, MAX_PROBE_TOKENS)
-        interval = min(cost_us / (self._probe_cost * us[0]), MAX_PROBE_INTERVAL)
-        if memory.since_draft >= interval:
-            return trials, 1.0, HOLD_STEPS
-        return trials, 0.0, max(1, min(HOLD_STEPS, math.ceil(interval - memory.since_draft)))
+        step_us = max(0.0, us[1] - us[0]) + _switching_us(context, stats, MAX_PROBE_TOKENS)
+        interval = min(step_us / (self._probe_cost * us[0]), MAX_PROBE_INTERVAL)
+        steps = PROBE_STEPS
+        lately = self._model.acceptance.tokens_lately
+        if any(lately[g] / us[g] > rates[0] * (1 + MARGIN) for g in drafting):
+            interval, steps = min(interval, SECOND_PROBE_AFTER), SECOND_PROBE_STEPS
+        left = interval - memory.since_draft
+        return trials, float(left <= 0), max(1, min(HOLD_STEPS, math.ceil(left))), steps
 
 
 def _switching_us(context: Context, stats: Stats, most_tokens: float = math.inf) -> float:
@@ -198,7 +219,7 @@ SPEC = PolicySpec(
         Parameter(
             name="probe_cost",
             kind="float",
-            default=0.01,
+            default=0.015,
             minimum=0.0001,
             maximum=1,
             help="share of time that probes may cost while plain decoding is best",

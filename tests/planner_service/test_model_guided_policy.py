@@ -10,8 +10,9 @@ import pytest
 from planner_service.context import Context, Outcome
 from planner_service.estimates.model import GRID
 from planner_service.policies.model_guided import (
+    DOUBT_SHARE,
+    EXPERIMENT_STEPS,
     HOLD_STEPS,
-    PROBE_STEPS,
     SPEC,
     Memory,
     ModelGuided,
@@ -77,11 +78,19 @@ def test_the_gamma_of_most_tokens_per_second_is_run(rate: float, best: int) -> N
 
 
 def test_no_experiment_is_made_that_cannot_change_the_decision() -> None:
-    """With acceptance .5 every other gamma is 13 % worse, and well known to be."""
-    answers = choices(known(0.5), AT, Session(1))
-    assert {(a.gamma, a.explored, a.propensity, a.hold_steps) for a in answers} == {
-        (1, False, 1.0, HOLD_STEPS)
+    """With acceptance .5 every other gamma is 13 % worse, and well known to be.
+
+    Only the small share of decisions is left that doubts the model itself.
+    """
+    answers = choices(known(0.5), AT, Session(1), 2000)
+    kinds = Counter((a.gamma, a.explored, a.propensity, a.hold_steps) for a in answers)
+    doubt = DOUBT_SHARE / 2
+    assert set(kinds) == {
+        (1, False, 1 - DOUBT_SHARE, HOLD_STEPS),
+        (0, True, doubt, EXPERIMENT_STEPS),
+        (2, True, doubt, EXPERIMENT_STEPS),
     }
+    assert kinds.most_common(1)[0][1] >= 2000 * (1 - 2 * DOUBT_SHARE)
 
 
 def test_experiments_are_drawn_with_the_probability_that_is_reported() -> None:
@@ -119,7 +128,7 @@ def test_catching_up_is_spread_over_the_steps_that_speculation_stays_on() -> Non
     taught = taught._replace(
         totals=taught.totals._replace(catch_up_us=100_000.0, catch_up_tokens=1000)
     )
-    short_runs = Memory(0.0, on_steps=16.0, on_runs=9.0)
+    short_runs = Memory(0.0, 1.0, on_steps=16.0, on_runs=9.0)
     assert short_runs.on_length == 8
     for stale_tokens, best in ((300, 2), (600, 0)):
         stale = AT._replace(sum_stale_tokens=stale_tokens + 2 * ROWS)
@@ -134,7 +143,7 @@ def test_at_gamma_0_acceptance_is_probed_at_intervals_that_cost_little() -> None
     for seed in range(400):
         choice, session = made.select(AT, stats, session, random.Random(seed))
         if choice.gamma:
-            assert (choice.gamma, choice.hold_steps, choice.explored) == (1, PROBE_STEPS, True)
+            assert choice.explored
             probes += 1
         ran += choice.hold_steps
         session = session.after_steps(ROWS, choice.hold_steps)
@@ -185,9 +194,14 @@ def test_it_comes_back_from_gamma_0_when_drafts_begin_to_be_accepted() -> None:
 def test_a_foreign_memory_that_is_not_ours_counts_as_none() -> None:
     """Numbers out of range or too few are dropped; ours are kept."""
     made = policy()
-    for numbers in ((), (1.0,), (-1.0, 0.0, 0.0), (1e12, 0.0, 0.0)):
+    for numbers in ((), (1.0,), (-1.0, 0.0, 0.0, 0.0), (1e12, 0.0, 0.0, 0.0)):
         session = Session(0, {0: numbers}, foreign=True)
         _, after = made.select(AT, known(0.1), session, random.Random(0))
         assert after.numbers[0][0] <= 1e9
-    kept = Session(0, {0: (3.0, 100.0, 2.0)}, foreign=True)
-    assert made.select(AT, known(0.1), kept, random.Random(0))[1].numbers[0] == (3.0, 100.0, 2.0)
+    kept = Session(0, {0: (3.0, 0.0, 100.0, 2.0)}, foreign=True)
+    assert made.select(AT, known(0.1), kept, random.Random(0))[1].numbers[0] == (
+        3.0,
+        0.0,
+        100.0,
+        2.0,
+    )
