@@ -42,9 +42,8 @@ SWITCHING_US: dict[str, Callable[[Context, Stats], float]] = {
 class _Known(NamedTuple):
     """What follows from the sums of one batch size: a memo of a pure function."""
 
-    plain: Bucket  # the sums themselves; with the next two, what it was computed from
-    prefill_us: float
-    largest: int
+    plain: Bucket  # the sums themselves; with the next, what it was computed from
+    wanted: tuple[float, int]  # draft prefill in microseconds a token, largest gamma
     arms: Bucket  # that count
     since: float  # clock of the last restart
     best: tuple[int, int]  # gamma of least loss, twice: the table's row
@@ -76,7 +75,10 @@ class Nightjar(Policy):
             switching_s = self._switching_us(context, stats) / 1e6
         known = self._memo.get(bucket) if bucket in stats.buckets else None
         arms = known.arms if known else {}
-        best = self._best(arms, bucket * prefill_us, largest, switching_s)
+        if known and not switching_s:
+            best = known.best[0]
+        else:
+            best = self._best(arms, bucket * prefill_us, largest, switching_s)
         feasible = min(largest, context.feasible_max_gamma)
         if feasible == 0:
             choice = Choice(0, best, IDLE_HOLD_STEPS, False, 1.0, table)
@@ -130,25 +132,19 @@ class Nightjar(Policy):
     ) -> dict[int, tuple[int, int]]:
         """The arm held, else the gamma of least loss, by batch size; brings the memo up to date."""
         table: dict[int, tuple[int, int]] = {}
+        memo, wanted = self._memo, (prefill_us, largest)
         for bucket, plain in stats.buckets.items():
-            known = self._memo.get(bucket)
+            known = memo.get(bucket)
             # Own sums come with plain ones, never alone: the plain ones stand for both.
-            if not (
-                known
-                and known.plain is plain
-                and known.prefill_us == prefill_us
-                and known.largest == largest
-            ):
+            if known is None or known.plain is not plain or known.wanted != wanted:
                 arms = self._remembered.arms(stats, bucket)
                 best = self._best(arms, bucket * prefill_us, largest, 0.0)
                 since = self._remembered.since(stats, bucket)
-                known = _Known(plain, prefill_us, largest, arms, since, (best, best))
-                self._memo[bucket] = known
-            held = bins.get(bucket)
-            row = known.best
-            if held is not None and held.arm >= 0 and held.since == known.since:
-                row = (held.arm, row[1])
-            table[bucket] = row
+                known = memo[bucket] = _Known(plain, wanted, arms, since, (best, best))
+            table[bucket] = known.best
+        for bucket, held in bins.items():
+            if held.arm >= 0 and bucket in table and held.since == memo[bucket].since:
+                table[bucket] = (held.arm, table[bucket][1])
         return table
 
 
