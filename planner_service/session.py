@@ -21,7 +21,6 @@ MAX_NUMBERS = 16  # a policy may keep per bucket
 MAX_HOLD = 2**20
 
 Numbers = tuple[float, ...]
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class Session(NamedTuple):
@@ -43,15 +42,20 @@ def pack(session: Session, version: str, bucket: int, hold_steps: int, num_steps
     `num_steps` counts the stream's steps so far, whichever version they ran under.
     """
     kept = list(session.numbers.items())[-MAX_BUCKETS:]
-    head = _encode([version, session.previous_gamma, bucket, hold_steps, num_steps])
     rows = ",".join([_row(at, numbers) for at, numbers in kept])
-    return f"{head[:-1]},[{rows}]]".encode()
+    head = f"{_quoted(version)},{session.previous_gamma},{bucket},{hold_steps},{num_steps}"
+    return f"[{head},[{rows}]]".encode()
+
+
+@lru_cache(maxsize=256)
+def _quoted(text: str) -> str:
+    return json.dumps(text)
 
 
 @lru_cache(maxsize=16_384)
 def _row(bucket: int, numbers: Numbers) -> str:
     """Text of one bucket; most of a session stays as it was from one decision to the next."""
-    return _encode([bucket, numbers])
+    return f"[{bucket},[{','.join(map(str, numbers))}]]"
 
 
 def unpack(data: bytes, version: str) -> Session:
