@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from planner_service.context import MAX_GAMMA, Outcome
+from planner_service.context import Outcome
 from planner_service.own_sums import OwnSums
 
-HALF_LIVES = (8.0, 40.0, 200.0, 1600.0, 12_800.0)  # rows, shortest first
+HALF_LIVES = (8.0, 40.0, 200.0, 1000.0, 8000.0)  # rows, shortest first
 CONTRADICTION_SDS = 2.5
+NUM_COMPARED = 3  # positions in which windows are compared; later ones are seldom reached
 PRIOR_ROWS = 6.0  # weight of a position's guess, in rows
 COLD_ROWS = 32.0  # below this many own rows other profiles' acceptance is the guess
 FIRST_GUESS = 0.6
@@ -42,8 +43,7 @@ def sums(policy: str, num_rows: float, outcome: Outcome) -> dict[str, OwnSums]:
     if not any(outcome.reached):
         return {}
     rows = outcome.reached[0]
-    short = (0,) * (MAX_GAMMA - len(outcome.reached))
-    values = (*outcome.reached, *short, *outcome.accepted, *short)
+    values = list(chain.from_iterable(zip(outcome.reached, outcome.accepted, strict=True)))
     return {
         f"{policy}/{name}": OwnSums(
             tuple([value * kept for value in values]), half_life, num_rows + rows
@@ -73,48 +73,51 @@ def estimate(
     optimism_sds: float,
 ) -> Acceptance:
     """Mean tokens by gamma up to `largest`, from a policy's counts and from other profiles'."""
-    windows = [values for window in found if window is not None for values in (window.values,)]
-    values = _steadiest(windows) if windows else (0.0,) * (2 * MAX_GAMMA)
-    last = windows[0] if windows else values
-    cold = values[0] < COLD_ROWS
+    windows = [window.values for window in found if window is not None]
+    counts = _steadiest(windows) if windows else ()
+    cold = not counts or counts[0] < COLD_ROWS
     guess = guess_lately = FIRST_GUESS
     tokens, high = [1.0], [1.0]
-    chain = chain_high = 1.0
+    prefix = prefix_high = 1.0
     for i in range(largest):
         if cold and i < len(prior_reached) and prior_reached[i] > 0:
             guess = prior_accepted[i] / prior_reached[i]
-        weight = values[i] + PRIOR_ROWS
+        reached, accepted = counts[2 * i : 2 * i + 2] or (0.0, 0.0)
+        weight = reached + PRIOR_ROWS
         # Without counts a position is taken to be as likely as the one before it.
-        rate = (values[MAX_GAMMA + i] + PRIOR_ROWS * guess) / weight
+        rate = min((accepted + PRIOR_ROWS * guess) / weight, 1.0)
         spread = math.sqrt(max(rate * (1 - rate), 0.01) / weight)
-        chain *= rate
-        chain_high *= min(1.0, rate + optimism_sds * spread)
-        tokens.append(tokens[-1] + chain)
-        high.append(high[-1] + chain_high)
+        prefix *= rate
+        prefix_high *= min(1.0, rate + optimism_sds * spread)
+        tokens.append(tokens[-1] + prefix)
+        high.append(high[-1] + prefix_high)
         guess = rate
         if i == 0:
             guess_lately = rate
-    rate = (last[MAX_GAMMA] + guess_lately) / (last[0] + 1)
+    reached, accepted = windows[0][:2] if windows else (0.0, 0.0)
+    rate = min((accepted + guess_lately) / (reached + 1), 1.0)
     lately = accumulate([rate**i for i in range(largest + 1)])
     return Acceptance(tuple(tokens), tuple(high), tuple(lately))
 
 
 def _steadiest(windows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     chosen = windows[0]
-    for longer in range(1, len(windows)):
-        if any(_contradict(windows[shorter], windows[longer]) for shorter in range(longer)):
+    shorter: list[tuple[float, ...]] = []
+    for longer in windows[1:]:
+        shorter.append(chosen)
+        if any(_contradict(short, longer) for short in shorter):
             return chosen
-        chosen = windows[longer]
+        chosen = longer
     return chosen
 
 
 def _contradict(short: tuple[float, ...], long: tuple[float, ...]) -> bool:
-    """Whether any position's rates differ by more than chance explains."""
-    for i in range(MAX_GAMMA):
+    """Whether the rates of the first positions differ by more than chance explains."""
+    for i in range(0, min(len(short), 2 * NUM_COMPARED), 2):
         n, m = short[i], long[i]
         if n < 4:  # no later position was reached more often
             return False
-        p, q = short[MAX_GAMMA + i] / n, long[MAX_GAMMA + i] / m
+        p, q = short[i + 1] / n, long[i + 1] / m
         variance = max(q * (1 - q), 0.02) * (1 / n + 1 / m)
         if (p - q) ** 2 > CONTRADICTION_SDS**2 * variance:
             return True

@@ -108,7 +108,8 @@ class Model:
 
     def table(self, max_batch_size: int, largest: int) -> dict[int, tuple[int, int]]:
         """Best gamma of each bucket of `GRID` up to a batch size, as pairs for a decision."""
-        tokens = tuple([round(value, 2) for value in self.acceptance.tokens[: largest + 1]])
+        # Rounded: a table holds for buckets that nobody asks about now, and takes time to build.
+        tokens = tuple([round(20 * value) / 20 for value in self.acceptance.tokens[: largest + 1]])
         key = (max_batch_size, tokens)
         table = self._tables.get(key)
         if table is None:

@@ -44,7 +44,7 @@ def taught(rates: list[float], gamma: int, rows: int, seed: int = 0) -> Acceptan
 
 def test_tokens_are_one_and_the_products_of_conditional_rates() -> None:
     """Reached 3000, 2400, 1200 and accepted .8, .5, .25 of them: 1 + .8 + .4 + .1."""
-    values = (3000, 2400, 1200, 0, 0, 0, 0, 0, 2400, 1200, 300, 0, 0, 0, 0, 0)
+    values = (3000, 2400, 2400, 1200, 1200, 300)
     found = [OwnSums(tuple(map(float, values)), half_life, 9.0) for half_life in HALF_LIVES]
     tokens = acceptance.estimate(found, (), (), largest=3, optimism_sds=1.0).tokens
     # The prior of 6 rows moves each by less than 6 / (1200 / 3).
@@ -72,7 +72,7 @@ def test_an_abrupt_change_is_followed(before: float, after: float, rows: int, st
     for gamma in (2, 4):
         estimates = [one.tokens[gamma] for one in found]
         expected = sum(after**i for i in range(gamma + 1))
-        assert np.mean(estimates) == pytest.approx(expected, rel=0.12)
+        assert np.mean(estimates) == pytest.approx(expected, rel=0.15)
 
 
 def test_without_a_change_the_long_past_counts() -> None:
