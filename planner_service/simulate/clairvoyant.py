@@ -1,8 +1,9 @@
 """The optimum that regret is counted against: who knows the true costs and the rows' chances.
 
 At each step it takes the gamma of most expected tokens per expected microsecond. A draft must
-have prefilled a prompt before it speculates, so gamma > 0 pays that per emitted token, at the
-rate of a worker that keeps speculating; catching up after gamma 0 the optimum never pays.
+have prefilled a prompt before it speculates: gamma > 0 is chosen at what that costs a step in the
+long run, and pays it at the step after the prompts came. Catching up after gamma 0 the optimum
+never pays.
 """
 
 from __future__ import annotations
@@ -20,16 +21,10 @@ Ints = NDArray[np.int64]
 _BUDGET = 1024  # draft prefill of a step
 
 
-def optimum(arm_us: Floats, arm_tokens: Floats) -> tuple[Floats, Ints]:
-    """Tokens per microsecond of the best gamma, and that gamma, at each step.
-
-    Args:
-        arm_us: [steps, gammas], draft prefill included.
-        arm_tokens: [steps, gammas], over all rows.
-    """
-    theta = arm_tokens / arm_us
-    best: Ints = np.argmax(theta, axis=1)
-    return theta[np.arange(len(best)), best], best
+def best_gammas(arm_us: Floats, arm_tokens: Floats, arm_prefill_us: Floats) -> Ints:
+    """[steps]: the gamma of most tokens per microsecond; arguments are [steps, gammas]."""
+    best: Ints = np.argmax(arm_tokens / (arm_us + arm_prefill_us), axis=1)
+    return best
 
 
 def prefill_us(arm_tokens: Floats, truth: CostTable, lengths: Lengths) -> Floats:
@@ -56,8 +51,7 @@ class Clairvoyant:
         tokens = batch_size + np.concatenate([[0.0], np.cumsum(sums)])[None, :]
         us = self._truth.steps_us(np.array([batch_size]), np.array([num_kv_tokens]))
         prefill = prefill_us(tokens, self._truth, self._lengths)
-        _, best = optimum(us[:, : self._max_gamma + 1] + prefill, tokens)
-        return Word(int(best[0]))
+        return Word(int(best_gammas(us[:, : self._max_gamma + 1], tokens, prefill)[0]))
 
     def ran(self, step: Ran) -> None:
         """Nothing is left to learn."""

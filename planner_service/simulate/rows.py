@@ -40,6 +40,7 @@ class Rows:
         self.num_kv_tokens = 0
         self.sum_stale = 0
         self.max_stale = 0
+        self.num_fresh_rows = self.num_fresh_tokens = 0  # that came since the last step
         self._numbers = np.zeros((4, max_rows), np.int64)
         self._chances = np.zeros((MAX_GAMMA, max_rows))
         self._view()
@@ -75,6 +76,9 @@ class Rows:
         self._numbers[:, n] = (total - prompt - done, total, stale, 0)
         self._chances[:, n] = chances
         self.num_kv_tokens += prompt + done
+        if stale > MAX_REGULAR_LAG:
+            self.num_fresh_rows += 1
+            self.num_fresh_tokens += stale
         self._view()
 
     def remove(self, index: NDArray[np.intp]) -> list[Request]:

@@ -14,7 +14,7 @@ from nightjar.errors import ConfigError
 from planner_service.policies.policy import Policy
 from planner_service.simulate.acceptance import Acceptance, stationary
 from planner_service.simulate.arrivals import Arrivals
-from planner_service.simulate.clairvoyant import Clairvoyant, optimum, prefill_us
+from planner_service.simulate.clairvoyant import Clairvoyant, best_gammas, prefill_us
 from planner_service.simulate.cost import CostTable
 from planner_service.simulate.intake import Intake
 from planner_service.simulate.link import Chooser, Planned
@@ -218,7 +218,8 @@ def _result(scenario: Scenario, seed: int, worker: Worker) -> Result:
     accepted = np.concatenate([np.zeros((len(gamma), 1)), np.cumsum(sums, axis=1)], axis=1)
     arm_tokens = batch_size[:, None] + accepted
     arm_prefill_us = prefill_us(arm_tokens, truth, scenario.arrivals.lengths)
-    theta, best = optimum(arm_us + arm_prefill_us, arm_tokens)
+    best = best_gammas(arm_us, arm_tokens, arm_prefill_us)
+    fresh_us = np.where(best > 0, np.array(columns["fresh_prefill_us"], float), 0.0)
     other_us = catch_up_us + draft_prefill_us + np.array(columns["extra_draft_us"], float)
     return Result(
         scenario=scenario,
@@ -231,7 +232,7 @@ def _result(scenario: Scenario, seed: int, worker: Worker) -> Result:
         num_emitted=np.array(columns["num_emitted"], np.int64),
         expected_us=arm_us[steps, gamma] + other_us,
         expected_tokens=np.where(given < 0, arm_tokens[steps, gamma], given),
-        optimal_theta=theta,
+        optimal_theta=arm_tokens[steps, best] / (arm_us[steps, best] + fresh_us),
         optimal_gamma=best,
         catch_up_us=catch_up_us,
         draft_prefill_us=draft_prefill_us,

@@ -35,6 +35,7 @@ class StepRecord(NamedTuple):
     num_emitted: int
     catch_up_us: float  # of tokens emitted at gamma 0
     draft_prefill_us: float
+    fresh_prefill_us: float  # draft prefill of the rows that came since the last step
     extra_draft_us: float  # of drafts that were not verified
     num_catch_up_tokens: int
     sum_stale_tokens: int  # before the step
@@ -97,6 +98,8 @@ class Worker:
         wanted = min(word.gamma, possible)
         # With nobody to choose between, a row's own first drafts are verified.
         extra = min(word.num_extra_drafts, possible - wanted) if wanted and n > 1 else 0
+        fresh_us = self.truth.catching_up_us(rows.num_fresh_tokens, rows.num_fresh_rows)
+        rows.num_fresh_rows = rows.num_fresh_tokens = 0
         gamma, caught, done = self._emit(wanted, extra)
         num_prefill = 0
         if intake.has_work:
@@ -118,6 +121,7 @@ class Worker:
                 num_emitted,
                 catch_up_us,
                 draft_prefill_us,
+                fresh_us,
                 extra_us,
                 caught.num_emitted,
                 sum_stale,
