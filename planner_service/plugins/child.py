@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,13 @@ class Child:
         """End it at once, whatever it does; does not wait."""
         self.link.close()
         self._process.kill()
+
+    def was_killed(self, timeout_s: float) -> bool:
+        """Whether a signal that it could not send by accident ended it, or is about to."""
+        try:
+            return self._process.wait(timeout_s) in (-signal.SIGKILL, -signal.SIGTERM)
+        except subprocess.TimeoutExpired:
+            return True
 
     def reap(self) -> float:
         """Wait until it has ended; returns how many seconds it lasted."""

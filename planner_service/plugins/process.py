@@ -4,9 +4,10 @@ Whoever decides never waits longer than the limit of one call. A thread does wha
 starts the process, loads the plug-ins and makes the policies. While it does, or while an answer
 is late, a call is `Away`, and the policy helps itself.
 
-One late answer may be the machine's fault. A policy is at fault when it is late three times in a
-row, gives no answer within `hang_s`, raises, or ends the process during its call. Then the
-process is killed, and the other policies are made in a new one.
+A late answer may be the machine's fault. A policy is at fault when it is late too often, gives no
+answer within `hang_s`, raises, or ends the process during its call. Then the
+process is killed, and the other policies are made in a new one. A process that somebody killed is
+renewed likewise, and only whoever was being asked three times that it happened is at fault.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from planner_service.trial import PolicyFailed
 
 LOAD_TIMEOUT_S = 10.0  # for one plug-in to be imported
 MAKE_TIMEOUT_S = 2.0  # for one policy to be made
-MAX_LATE_IN_A_ROW = 3
+MAX_LATE, FORGIVEN = 3, 0.1  # late answers, of which each answer in time takes back a tenth
+MAX_KILLED = 3
 MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0  # a process that lasted this long did not fail by starting
 ENDED = "ended the process of the plug-ins"
@@ -48,7 +50,8 @@ class Made:
     failure: str = ""  # why it will not be asked again, in words
     child: Child | None = None  # that it was made in
     learns: bool = True  # whether it has an update of its own
-    num_late: int = 0  # calls in a row
+    lateness: float = 0.0  # late answers, less what was forgiven
+    num_killed: int = 0  # calls during which somebody killed the process
     settled: threading.Event = field(default_factory=threading.Event)  # made, or failed
 
 
@@ -72,7 +75,7 @@ class PluginProcess:
         self._lock = threading.Lock()  # of the child, and of who owes an answer since when
         self._child: Child | None = None
         self._late: tuple[Made, float] | None = None
-        self._num_short = 0  # processes in a row that did not last
+        self._num_lost = 0  # processes in a row that ended soon, by no policy's fault
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # A thread of its own: the process ends with the thread that started it.
@@ -108,10 +111,11 @@ class PluginProcess:
         try:
             if made.failure:
                 raise PolicyFailed(made.failure)
-            if self._child is None or made.child is not self._child:
+            child = self._child
+            if child is None or child.ended() or made.child is not child:
                 raise Away
-            self._settle(self._child)
-            return self._exchange(self._child, made, {"number": made.number, **question})
+            self._settle(child)
+            return self._exchange(child, made, {"number": made.number, **question})
         finally:
             self._lock.release()
 
@@ -128,7 +132,7 @@ class PluginProcess:
             if time.monotonic() - since > self.hang_s:
                 self._fail(made, f"gave no answer within {self.hang_s:g} s")
         except Closed:
-            self._fail(made, ENDED)
+            self._ended(child, made)
         raise Away
 
     def _exchange(self, child: Child, made: Made, message: Mapping[str, Any]) -> Any:
@@ -136,8 +140,7 @@ class PluginProcess:
         try:
             child.link.send(message, self.limit_s)
         except Closed:  # it ended between two calls: nobody knows by whom
-            log.get().error("the process of the plug-ins ended; it is started again", pid=child.pid)
-            self._renew()
+            self._lost(child)
             raise Away from None
         try:
             answer = child.link.receive(self.hang_s if self._patient else self.limit_s)
@@ -148,20 +151,19 @@ class PluginProcess:
             self._count_late(made)
             raise Away from None
         except Closed:
-            raise self._fail(made, ENDED) from None
+            raise self._ended(child, made) from None
         if "problem" in answer:
             raise self._fail(made, str(answer["problem"]))
         if time.monotonic() - started > self.limit_s:
             self._count_late(made)
         else:
-            made.num_late = 0
+            made.lateness = max(0.0, made.lateness - FORGIVEN)
         return answer["answer"]
 
     def _count_late(self, made: Made) -> None:
-        made.num_late += 1
-        if made.num_late >= MAX_LATE_IN_A_ROW:
-            limit = f"{self.limit_s * 1000:g} ms"
-            raise self._fail(made, f"took longer than {limit}, {made.num_late} times in a row")
+        made.lateness += 1
+        if made.lateness > MAX_LATE - 1:
+            raise self._fail(made, f"took longer than {self.limit_s * 1000:g} ms too often")
 
     def _fail(self, made: Made, failure: str) -> PolicyFailed:
         """The policy is at fault: it goes, and with it the process."""
@@ -169,6 +171,20 @@ class PluginProcess:
         self._policies.pop(made.number, None)
         self._renew()
         return PolicyFailed(failure)
+
+    def _ended(self, child: Child, made: Made) -> PolicyFailed | Away:
+        """The process ended while a policy was asked: by itself, unless somebody killed it."""
+        if child.was_killed(self.limit_s):
+            made.num_killed += 1
+            if made.num_killed < MAX_KILLED:
+                self._lost(child)
+                return Away()
+        return self._fail(made, ENDED)
+
+    def _lost(self, child: Child) -> None:
+        log.get().error("the process of the plug-ins ended; it is started again", pid=child.pid)
+        self._num_lost += 1
+        self._renew()
 
     def _renew(self) -> None:
         if self._child is not None:
@@ -217,9 +233,10 @@ class PluginProcess:
     def _reap(self) -> None:
         if self._child is None:
             return
-        self._num_short = 0 if self._child.reap() > STEADY_S else self._num_short + 1
-        if self._num_short > 1:
-            self._closing.wait(min(MAX_BACKOFF_S, 0.25 * 2**self._num_short))
+        if self._child.reap() > STEADY_S:
+            self._num_lost = 0
+        if self._num_lost > 1:
+            self._closing.wait(min(MAX_BACKOFF_S, 0.25 * 2**self._num_lost))
 
     def _load(self, child: Child, name: str, found: dict[str, dict[str, Any]] | None) -> None:
         if child.ended():
