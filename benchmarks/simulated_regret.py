@@ -265,7 +265,8 @@ def verdict(rows: dict[str, list[dict[str, float | None]]]) -> str:
 
 def slope(seeds: range, jobs: int, as_json: bool) -> None:
     """How the regret of the paper's bandit grows over stationary steps."""
-    policies = ("nightjar:estimator=mean_of_ratios", "nightjar")
+    published = "nightjar:estimator=mean_of_ratios"
+    policies = (published, f"{published},switching_cost=none", "nightjar")
     tasks = [
         batch.Task(policy=policy, scenario=still(rows), seed=seed, num_steps=SLOPE_STEPS)
         for policy in policies
@@ -280,14 +281,23 @@ def slope(seeds: range, jobs: int, as_json: bool) -> None:
         ]
         print(json.dumps(runs, indent=1))
         return
-    print(f"log-log slopes of regret, steps {SLOPE_FIRST:,} to {SLOPE_STEPS:,}; 1 is linear\n")
-    print(f"{'policy':<36}{'rows':>5}{'seed':>6}{'own loss':>10}{'throughput':>12}{'lost':>8}")
-    for task, answer in zip(tasks, answers, strict=True):
-        rows = task.scenario.arrivals.rows
-        print(
-            f"{task.policy:<36}{rows:>5}{task.seed:>6}{answer['own_loss_slope']:>10.2f}"
-            f"{answer['throughput_slope']:>12.2f}{answer['lost_share']:>8.1%}"
-        )
+    print(
+        f"log-log slopes of regret, steps {SLOPE_FIRST:,} to {SLOPE_STEPS:,}, 1 is linear: "
+        f"mean (least to most) over seeds {seeds[0]} to {seeds[-1]}\n"
+    )
+    print(f"{'policy':<60}{'rows':>5}{'own loss':>22}{'lost throughput':>22}{'lost':>8}")
+    left = iter(answers)
+    for policy in policies:
+        for rows in SLOPE_ROWS:
+            runs = [next(left) for _ in seeds]
+            own, lost = (spread(runs, name) for name in ("own_loss_slope", "throughput_slope"))
+            print(f"{policy:<60}{rows:>5}{own:>22}{lost:>22}{mean(runs, 'lost_share'):>8.1%}")
+
+
+def spread(runs: Sequence[dict[str, Any]], name: str) -> str:
+    """Mean, least and most of a figure."""
+    known = values(runs, name)
+    return f"{statistics.fmean(known):.2f} ({min(known):.2f} to {max(known):.2f})"
 
 
 def still(rows: int) -> Scenario:
