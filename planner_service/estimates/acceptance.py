@@ -73,7 +73,7 @@ def estimate(
     optimism_sds: float,
 ) -> Acceptance:
     """Mean tokens by gamma up to `largest`, from a policy's counts and from other profiles'."""
-    windows = [window.values for window in found if window is not None]
+    windows = [window.values for window in found if window is not None and _sane(window.values)]
     counts = _steadiest(windows) if windows else ()
     cold = not counts or counts[0] < COLD_ROWS
     guess = guess_lately = FIRST_GUESS
@@ -100,6 +100,11 @@ def estimate(
     return Acceptance(tuple(tokens), tuple(high), tuple(lately))
 
 
+def _sane(values: tuple[float, ...]) -> bool:
+    """Whether these may be counts; what a store holds may not be ours."""
+    return min(values) >= 0 and max(values) < 1e15 and len(values) % 2 == 0
+
+
 def _steadiest(windows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     chosen = windows[0]
     shorter: list[tuple[float, ...]] = []
@@ -115,7 +120,7 @@ def _contradict(short: tuple[float, ...], long: tuple[float, ...]) -> bool:
     """Whether the rates of the first positions differ by more than chance explains."""
     for i in range(0, min(len(short), 2 * NUM_COMPARED), 2):
         n, m = short[i], long[i]
-        if n < 4:  # no later position was reached more often
+        if n < 4 or m < n:  # no later position was reached more often
             return False
         p, q = short[i + 1] / n, long[i + 1] / m
         variance = max(q * (1 - q), 0.02) * (1 / n + 1 / m)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context, Outcome
 from planner_service.own_sums import OwnSums
 
 Floats = npt.NDArray[np.float64]
@@ -35,6 +35,7 @@ LEVEL_SD, CURVE_SD, START_SD, SLOPE_SD, RESIDUAL_SD = 3.0, 0.5, 0.2, 0.15, 0.2
 CURVE_LENGTH, START_LENGTH, SLOPE_LENGTH, RESIDUAL_LENGTH = 2.0, 1.5, 1.5, 0.7
 CELL_SD = 0.01  # noise of the log of a cell's mean, at least
 STEP_SD, STEP_SD_RANGE, STEP_SD_REPORTS = 0.1, (0.02, 0.4), 8.0  # of one step; its prior's weight
+_MOST = 1e40  # that a sum of ours can be
 KV_PRIOR_STEPS = 20.0  # weight of "KV costs nothing", in steps of the usual spread
 
 
@@ -177,12 +178,17 @@ def _matern(apart: Floats, length: float) -> Floats:
 
 def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
     """A cell's rounded means, and what its steps tell of their spread; None if it is not ours."""
-    if len(found.values) != NUM_VALUES:
+    if (
+        len(found.values) != NUM_VALUES
+        or not -_MOST < min(found.values) <= max(found.values) < _MOST
+    ):
         return None
     steps, us, rows, kv, kv2, kv_us, us2, reports = found.values
-    if not (steps > 0.01 and us > 0 and rows > 0):
+    if not steps > 0.01:
         return None
     batch, mean_us, mean_kv = rows / steps, us / steps, kv / steps
+    if not (0.5 <= batch <= MAX_BATCH_SIZE and 1e-3 < mean_us < 1e12 and 0 <= mean_kv < 1e12):
+        return None
     cell = Cell(
         round(math.log(batch), 2),
         gamma,
