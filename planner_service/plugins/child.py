@@ -1,4 +1,4 @@
-"""One process that plug-ins run in, from its start to its end."""
+"""One process that plug-ins run in, from its start to its end, and what is made in it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner_service.plugins.wire import Closed, Link, Nonsense
+from planner_service.policies.policy import ParameterValue
 
 
 class Child:
@@ -65,3 +68,18 @@ class Child:
         """Wait until it has ended; returns how many seconds it lasted."""
         self._process.wait()
         return time.monotonic() - self._started_at
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """One policy in the process."""
+
+    number: int
+    plugin: str
+    values: Mapping[str, ParameterValue]
+    failure: str = ""  # why it will not be asked again, in words
+    child: Child | None = None  # that it was made in
+    learns: bool = True  # whether it has an update of its own
+    lateness: float = 0.0  # late answers, less what was forgiven
+    num_killed: int = 0  # calls during which somebody killed the process
+    settled: threading.Event = field(default_factory=threading.Event)  # made, or failed

@@ -16,7 +16,8 @@ from typing import Any
 
 from nightjar import log
 from planner_service.context import Context, Outcome
-from planner_service.plugins.process import Away, Made, PluginProcess
+from planner_service.plugins.child import Made
+from planner_service.plugins.process import Away, PluginProcess
 from planner_service.plugins.wire import (
     MAX_OWN_NAMES,
     Nonsense,

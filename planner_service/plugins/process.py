@@ -17,12 +17,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any
 
 from nightjar import log
-from planner_service.plugins.child import Child
+from planner_service.plugins.child import Child, Made
 from planner_service.plugins.wire import Closed
 from planner_service.policies.policy import ParameterValue
 from planner_service.trial import PolicyFailed
@@ -38,21 +37,6 @@ ENDED = "ended the process of the plug-ins"
 
 class Away(Exception):
     """No answer now, and nobody is to blame."""
-
-
-@dataclass(eq=False, slots=True)
-class Made:
-    """One policy in the process."""
-
-    number: int
-    plugin: str
-    values: Mapping[str, ParameterValue]
-    failure: str = ""  # why it will not be asked again, in words
-    child: Child | None = None  # that it was made in
-    learns: bool = True  # whether it has an update of its own
-    lateness: float = 0.0  # late answers, less what was forgiven
-    num_killed: int = 0  # calls during which somebody killed the process
-    settled: threading.Event = field(default_factory=threading.Event)  # made, or failed
 
 
 class PluginProcess:
@@ -106,6 +90,13 @@ class PluginProcess:
         """
         if self._patient:
             made.settled.wait(2 * LOAD_TIMEOUT_S)
+            try:
+                return self._ask(made, question)
+            except Away:  # whoever waited this long and got nothing tried nothing out
+                raise PolicyFailed("could not be asked: its process does not stay") from None
+        return self._ask(made, question)
+
+    def _ask(self, made: Made, question: Mapping[str, Any]) -> Any:
         if not self._lock.acquire(blocking=self._patient):
             raise Away
         try:
