@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 
 from planner_service.context import Context
 from planner_service.policies.held import (
-    HOLD_STEPS,
     Drawn,
+    Prepared,
     epsilon_draw,
     gamma_max,
     hold_or_draw,
+    hold_steps,
 )
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Session
@@ -45,28 +47,26 @@ class EpsilonGreedy(Policy):
         self, context: Context, stats: Stats, session: Session, rng: random.Random
     ) -> tuple[Choice, Session]:
         """Hold the arm, or draw the next one."""
-        bucket = context.bucket
-        largest = min(self._gamma_max, context.max_gamma)
-        arms = stats.buckets.get(bucket, {})
-        prefill_s = stats.draft_prefill_us_per_token * bucket / 1e6
-        switching_s = 0.0
-        if self._charge_switching and session.previous_gamma == 0:
-            switching_s = stats.catch_up_us_per_token * context.sum_stale_tokens / 1e6
-        exploit = least_loss(arms, largest, prefill_s, switching_s)
+        bucket, largest = context.bucket, min(self._gamma_max, context.max_gamma)
 
-        def draw(feasible: int) -> Drawn:
-            best = exploit
-            if best > feasible:
-                best = least_loss(arms, feasible, prefill_s, switching_s)
-            return epsilon_draw(best, feasible, self._epsilon_after(arms), rng)
+        def prepare() -> Prepared:
+            arms = stats.buckets.get(bucket) or nearest(stats.buckets, bucket)
+            prefill_s = stats.draft_prefill_us_per_token * bucket / 1e6
+            switching_s = 0.0
+            if self._charge_switching and session.previous_gamma == 0:
+                switching_s = stats.catch_up_us_per_token * context.sum_stale_tokens / 1e6
+            exploit = least_loss(arms, largest, prefill_s, switching_s)
+
+            def draw(feasible: int) -> Drawn:
+                best = exploit
+                if best > feasible:
+                    best = least_loss(arms, feasible, prefill_s, switching_s)
+                return epsilon_draw(best, feasible, self._epsilon_after(arms), rng)
+
+            return exploit, draw
 
         return hold_or_draw(
-            context,
-            session,
-            largest=largest,
-            hold_steps=self._hold_steps,
-            exploit=exploit,
-            draw=draw,
+            context, session, largest=largest, hold_steps=self._hold_steps, prepare=prepare
         )
 
     def _epsilon_after(self, arms: Bucket) -> float:
@@ -74,6 +74,17 @@ class EpsilonGreedy(Policy):
             return self._epsilon
         num_steps = sum([arm.steps for arm in arms.values()])
         return self._epsilon * self._decay_steps / (self._decay_steps + num_steps)
+
+
+def nearest(buckets: Mapping[int, Bucket], bucket: int) -> Bucket:
+    """What is known of the nearest batch size, of equals the smaller; nothing if of none.
+
+    A batch size that runs with prompt tokens alone is never timed: it would try what it never
+    ran for ever.
+    """
+    if not buckets:
+        return {}
+    return buckets[min(buckets, key=lambda other: (abs(other - bucket), other))]
 
 
 def least_loss(arms: Bucket, largest: int, prefill_s: float, switching_s: float) -> int:
@@ -99,7 +110,7 @@ SPEC = PolicySpec(
     summary="The gamma of least loss per batch size, and now and then any other.",
     parameters=(
         gamma_max(5),
-        HOLD_STEPS,
+        hold_steps(),
         Parameter(
             name="epsilon",
             kind="float",

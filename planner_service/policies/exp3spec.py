@@ -7,26 +7,28 @@ speed-up, throughput per request over that of gamma 0, which takes the same rang
 learnt, so what is kept are the two sums of which Z is made, of 1 / p and of throughput / p.
 
 Beyond the paper: it starts anew for each prompt or batch, whereas this state is the fleet's. A
-gamma is held for some steps: that is one round, to which each of its steps adds a share. Steps at
-which some gamma could not run, or whose probability is no longer known, teach this bandit
-nothing: an arm that cannot run would never be accused. Costs of draft prefill and of switching
-are not in the algorithm and are not charged.
+gamma may be held for some steps: that is one round, to which each of its steps adds a share.
+Steps at which some gamma could not run, or whose probability is no longer known, teach this
+bandit nothing: an arm that cannot run would never be accused. Costs of draft prefill and of
+switching are not in the algorithm and are not charged.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.own_sums import OwnSums
 from planner_service.policies.held import (
-    HOLD_STEPS,
     Drawn,
+    Prepared,
     draw_from,
     gamma_max,
     hold_or_draw_one,
+    hold_steps,
+    largest_of,
 )
 from planner_service.policies.policy import Choice, Policy, PolicySpec
 from planner_service.policies.speedup import Ran, arms_of, reference
@@ -55,15 +57,19 @@ class Exp3Spec(Policy):
     ) -> tuple[Choice, Session]:
         """Hold the arm, or draw the next one."""
         largest = min(self._gamma_max, context.max_gamma)
-        names = NAMES[largest]
-        arms = arms_of(stats, names)
-        num_rounds = max(1.0, sum([ran.num_steps for ran in arms]) / self._hold_steps)
-        losses = [loss / self._hold_steps for loss in summed_losses(stats, names, reference(arms))]
-        exploit = min(range(largest + 1), key=lambda gamma: (losses[gamma], -gamma))
 
-        def draw(feasible: int) -> Drawn:
-            arm, propensity = draw_from(weights(losses, num_rounds, feasible), rng)
-            return Drawn(arm, arm != exploit, propensity)
+        def prepare() -> Prepared:
+            names, held = NAMES[largest], self._hold_steps
+            arms = arms_of(stats, names)
+            num_rounds = max(1.0, sum([ran.num_steps for ran in arms]) / held)
+            losses = [loss / held for loss in summed_losses(stats, names, reference(arms))]
+            exploit = largest_of([-loss for loss in losses])
+
+            def draw(feasible: int) -> Drawn:
+                arm, propensity = draw_from(weights(losses, num_rounds, feasible), rng)
+                return Drawn(arm, arm != exploit, propensity)
+
+            return exploit, draw
 
         return hold_or_draw_one(
             context,
@@ -71,8 +77,7 @@ class Exp3Spec(Policy):
             session,
             largest=largest,
             hold_steps=self._hold_steps,
-            exploit=exploit,
-            draw=draw,
+            prepare=prepare,
         )
 
     def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
@@ -100,17 +105,17 @@ def summed_losses(stats: Stats, names: Sequence[str], seconds_per_token: float) 
     return losses
 
 
-def weights(losses: Sequence[float], num_rounds: float, feasible: int) -> Mapping[int, float]:
+def weights(losses: Sequence[float], num_rounds: float, feasible: int) -> list[float]:
     """What the arms of [0, feasible] are drawn in proportion to; the largest is 1."""
     num_arms = len(losses)
     rate = math.sqrt(math.log(num_arms) / (num_rounds * num_arms))
     least = min(losses[: feasible + 1])
-    return {g: math.exp(-rate * (losses[g] - least)) for g in range(feasible + 1)}
+    return [math.exp(-rate * (loss - least)) for loss in losses[: feasible + 1]]
 
 
 SPEC = PolicySpec(
     name="exp3spec",
     summary="BanditSpec's exponential weights: one bandit over gamma for every context.",
-    parameters=(gamma_max(4), HOLD_STEPS),
+    parameters=(gamma_max(4), hold_steps(1)),  # a round is a step, as in the paper
     make=lambda values: Exp3Spec(int(values["gamma_max"]), int(values["hold_steps"])),
 )

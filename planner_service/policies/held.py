@@ -7,7 +7,7 @@ that hold an arm for a number of steps.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from planner_service.context import MAX_GAMMA, Context
@@ -18,14 +18,17 @@ from planner_service.session import MAX_HOLD, Numbers, Session
 IDLE_HOLD_STEPS = 8
 MAX_HOLD_STEPS = 4096
 
-HOLD_STEPS = Parameter(
-    name="hold_steps",
-    kind="int",
-    default=8,
-    minimum=1,
-    maximum=MAX_HOLD_STEPS,
-    help="steps that a drawn gamma is held for",
-)
+
+def hold_steps(default: int = 8) -> Parameter:
+    """The parameter that says how often an arm is drawn."""
+    return Parameter(
+        name="hold_steps",
+        kind="int",
+        default=default,
+        minimum=1,
+        maximum=MAX_HOLD_STEPS,
+        help="steps that a drawn gamma is held for",
+    )
 
 
 def gamma_max(default: int) -> Parameter:
@@ -63,11 +66,15 @@ class Drawn(NamedTuple):
     propensity: float = 1.0
 
 
+# The best gamma of [0, largest], and what draws an arm of [0, its argument].
+Prepared = tuple[int, Callable[[int], Drawn]]
+
+
 class Held(NamedTuple):
     """The arm of a stream at one batch size."""
 
     arm: int
-    exploit: int  # best over all gammas when last asked
+    exploit: int  # best over all gammas when it was drawn
     left: int  # steps that the arm is still held for; 0: it is drawn anew
     explored: int
     propensity: float
@@ -94,10 +101,9 @@ def hold_or_draw(
     *,
     largest: int,
     hold_steps: int,
-    exploit: int,
-    draw: Callable[[int], Drawn],
+    prepare: Callable[[], Prepared],
 ) -> tuple[Choice, Session]:
-    """Answer with the arm that is held at this batch size, or with a new one.
+    """Answer with the arm that is held at this batch size, as it was drawn, or with a new one.
 
     An arm that cannot run any more is drawn anew, so that the propensity is always that of the
     arm that is answered. The table has a row for each batch size that the stream decided.
@@ -107,24 +113,22 @@ def hold_or_draw(
         session: Of the stream; its numbers are `Held`.
         largest: Largest gamma of the policy and the worker.
         hold_steps: Steps that a new arm is held for.
-        exploit: Best gamma of [0, largest].
-        draw: Draws an arm of [0, its argument].
+        prepare: Called where no arm is held.
     """
     bucket, held = context.bucket, _held(session, largest)
     feasible = min(largest, context.feasible_max_gamma)
     if feasible == 0:
-        table = _table(held)
+        exploit, table = prepare()[0], _table(held)
         return Choice(0, exploit, IDLE_HOLD_STEPS, False, 1.0, table), Session(0, held)
     now = held.pop(bucket, None)
     if now is None or not now.left or now.arm > feasible:
-        arm, explored, propensity = draw(feasible)
-        now = Held(arm, exploit, hold_steps, int(explored), propensity)
-    elif now.exploit != exploit:
-        now = now._replace(exploit=exploit)
+        exploit, draw = prepare()
+        drawn = draw(feasible)
+        now = Held(drawn.arm, exploit, hold_steps, int(drawn.explored), drawn.propensity)
     held[bucket] = now  # last in the dict: most recently decided
-    table = _table(held)
-    choice = Choice(now.arm, exploit, now.left, bool(now.explored), now.propensity, table)
-    return choice, Session(now.arm, held)
+    arm, exploit, left, explored, propensity = now
+    choice = Choice(arm, exploit, left, explored == 1, propensity, _table(held))
+    return choice, Session(arm, held)
 
 
 def hold_or_draw_one(
@@ -134,8 +138,7 @@ def hold_or_draw_one(
     *,
     largest: int,
     hold_steps: int,
-    exploit: int,
-    draw: Callable[[int], Drawn],
+    prepare: Callable[[], Prepared],
 ) -> tuple[Choice, Session]:
     """As `hold_or_draw`, with one arm for all batch sizes; the table has a row for `buckets`.
 
@@ -152,9 +155,9 @@ def hold_or_draw_one(
         session.foreign,
     )
     choice, after = hold_or_draw(
-        context, one, largest=largest, hold_steps=hold_steps, exploit=exploit, draw=draw
+        context, one, largest=largest, hold_steps=hold_steps, prepare=prepare
     )
-    row = choice.table.get(bucket, (exploit, exploit))
+    row = choice.table.get(bucket, (choice.exploit_gamma, choice.exploit_gamma))
     return choice._replace(table=dict.fromkeys(buckets, row)), after
 
 
@@ -166,17 +169,22 @@ def epsilon_draw(exploit: int, feasible: int, epsilon: float, rng: random.Random
     return Drawn(arm, explored, min(1.0, propensity))
 
 
-def draw_from(weights: Mapping[int, float], rng: random.Random) -> tuple[int, float]:
+def draw_from(weights: Sequence[float], rng: random.Random) -> tuple[int, float]:
     """An arm drawn in proportion to its weight, and its probability; one weight is above 0."""
-    total = sum(weights.values())
+    total = sum(weights)
     left, last = rng.random() * total, -1
-    for arm, weight in weights.items():
+    for arm, weight in enumerate(weights):
         if weight <= 0:
             continue
         last, left = arm, left - weight
         if left < 0:
             break
     return last, weights[last] / total
+
+
+def largest_of(values: Sequence[float]) -> int:
+    """Index of the largest value, of equals the last."""
+    return len(values) - 1 - values[::-1].index(max(values))
 
 
 def _table(held: Mapping[int, Held]) -> dict[int, tuple[int, int]]:

@@ -22,10 +22,10 @@ import numpy as np
 from planner_service.context import MAX_GAMMA
 from planner_service.policies.held import (
     HALF_LIFE,
-    HOLD_STEPS,
     draw_from,
     gamma_max,
     half_life_of,
+    hold_steps,
 )
 from planner_service.policies.linear import RIDGE
 from planner_service.policies.linucb import LinearSpeedup
@@ -54,7 +54,7 @@ class LinThompson(LinearSpeedup):
         self, means: Sequence[float], variances: Sequence[float], rng: random.Random
     ) -> tuple[int, float]:
         deviations = [self._sigma * math.sqrt(variance) for variance in variances]
-        return draw_from(dict(enumerate(chances_of_largest(means, deviations))), rng)
+        return draw_from(chances_of_largest(means, deviations), rng)
 
 
 def chances_of_largest(means: Sequence[float], deviations: Sequence[float]) -> list[float]:
@@ -88,7 +88,7 @@ SPEC = PolicySpec(
     summary="Thompson sampling on linear models of the speed-up, from batch size and KV.",
     parameters=(
         gamma_max(5),
-        HOLD_STEPS,
+        hold_steps(16),
         HALF_LIFE,
         RIDGE,
         Parameter(

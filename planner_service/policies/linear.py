@@ -130,6 +130,7 @@ class LinearArms:
         """Mean and variance of every arm of [0, largest], where `prior` is the prior ratio."""
         means, variances, num_steps = list[float](), list[float](), list[float]()
         own, now = stats.own, stats.totals.steps
+        x0, x1, x2, x3, x4 = x
         for gamma in range(largest + 1):
             sums, solved = own.get(self._names[gamma]), self._solved[gamma]
             age = 0
@@ -138,11 +139,17 @@ class LinearArms:
                 age = int(min(halves, 1e3) * AGES_PER_HALF_LIFE)
             if solved.sums is not sums or solved.age != age:
                 solved = self._solved[gamma] = self._solve(sums, age)
-            a, b, c, d, e = forward(solved.factor, x)
+            # z = L^-1 x, as `forward` does it
+            p0, l1, l2, l3, l4, p1, m2, m3, m4, p2, n3, n4, p3, o4, p4 = solved.factor
+            a = x0 * p0
+            b = (x1 - l1 * a) * p1
+            c = (x2 - l2 * a - m2 * b) * p2
+            d = (x3 - l3 * a - m3 * b - n3 * c) * p3
+            e = (x4 - l4 * a - m4 * b - n4 * c - o4 * d) * p4
             f, g, h, i, j = solved.targets
-            k, m, n, o, p = solved.prior
+            k, q, r, s, t = solved.prior
             mean = a * f + b * g + c * h + d * i + e * j
-            means.append(mean + prior * (a * k + b * m + c * n + d * o + e * p))
+            means.append(mean + prior * (a * k + b * q + c * r + d * s + e * t))
             variances.append(a * a + b * b + c * c + d * d + e * e)
             num_steps.append(solved.num_steps)
         return Predicted(means, variances, num_steps)

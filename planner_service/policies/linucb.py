@@ -21,11 +21,13 @@ from collections.abc import Sequence
 from planner_service.context import Context, Outcome
 from planner_service.policies.held import (
     HALF_LIFE,
-    HOLD_STEPS,
     Drawn,
+    Prepared,
     gamma_max,
     half_life_of,
     hold_or_draw,
+    hold_steps,
+    largest_of,
 )
 from planner_service.policies.linear import RIDGE, LinearArms, Ran, features_now
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
@@ -48,28 +50,30 @@ class LinearSpeedup(Policy):
     ) -> tuple[Choice, Session]:
         """Hold the arm, or draw the next one."""
         largest = min(self._gamma_max, context.max_gamma)
-        rate = self._arms.ratio(stats, 0) or self._arms.overall_ratio(stats, largest) or 1.0
-        x = features_now(context)
-        rates, variances, num_steps = self._arms.predict(stats, x, largest, rate)
-        means = [rate_there / rate for rate_there in rates]
-        prefill = stats.draft_prefill_us_per_token * context.bucket / 1e6 * rate
-        if prefill:
-            for gamma in range(1, largest + 1):
-                means[gamma] /= 1 + max(means[gamma], 0.0) * prefill
-        # Until speculation was tried, nothing says that it is off.
-        exploit = best([m if n else math.inf for m, n in zip(means, num_steps, strict=True)])
 
-        def draw(feasible: int) -> Drawn:
-            arm, propensity = self._draw(means[: feasible + 1], variances[: feasible + 1], rng)
-            return Drawn(arm, arm != exploit, propensity)
+        def prepare() -> Prepared:
+            arms = self._arms
+            rate = arms.ratio(stats, 0) or arms.overall_ratio(stats, largest) or 1.0
+            x = features_now(context)
+            rates, variances, num_steps = arms.predict(stats, x, largest, rate)
+            means = [rate_there / rate for rate_there in rates]
+            prefill = stats.draft_prefill_us_per_token * context.bucket / 1e6 * rate
+            if prefill:
+                for gamma in range(1, largest + 1):
+                    means[gamma] /= 1 + max(means[gamma], 0.0) * prefill
+            exploit = largest_of(means)
+            if 0.0 in num_steps:  # until speculation was tried, nothing says that it is off
+                exploit = largest_of([float(n == 0) for n in num_steps])
+
+            def draw(feasible: int) -> Drawn:
+                end = feasible + 1
+                arm, propensity = self._draw(means[:end], variances[:end], rng)
+                return Drawn(arm, arm != exploit, propensity)
+
+            return exploit, draw
 
         return hold_or_draw(
-            context,
-            session,
-            largest=largest,
-            hold_steps=self._hold_steps,
-            exploit=exploit,
-            draw=draw,
+            context, session, largest=largest, hold_steps=self._hold_steps, prepare=prepare
         )
 
     def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
@@ -100,12 +104,7 @@ class LinUcb(LinearSpeedup):
         self, means: Sequence[float], variances: Sequence[float], rng: random.Random
     ) -> tuple[int, float]:
         alpha, pairs = self._alpha, zip(means, variances, strict=True)
-        return best([mean + alpha * math.sqrt(variance) for mean, variance in pairs]), 1.0
-
-
-def best(values: Sequence[float]) -> int:
-    """Index of the largest value, of equals the last."""
-    return max(range(len(values)), key=lambda arm: (values[arm], arm))
+        return largest_of([mean + alpha * math.sqrt(variance) for mean, variance in pairs]), 1.0
 
 
 SPEC = PolicySpec(
@@ -113,7 +112,7 @@ SPEC = PolicySpec(
     summary="Upper confidence bounds on linear models of the speed-up, from batch size and KV.",
     parameters=(
         gamma_max(5),
-        HOLD_STEPS,
+        hold_steps(),
         HALF_LIFE,
         RIDGE,
         Parameter(

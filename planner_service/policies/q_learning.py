@@ -31,11 +31,12 @@ from collections.abc import Sequence
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.policies.held import (
-    HOLD_STEPS,
     Drawn,
+    Prepared,
     epsilon_draw,
     gamma_max,
     hold_or_draw,
+    hold_steps,
 )
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Session
@@ -68,24 +69,23 @@ class QLearning(Policy):
     ) -> tuple[Choice, Session]:
         """Hold the arm, or draw the next one."""
         largest = min(self._gamma_max, context.max_gamma)
-        stale = session.previous_gamma == 0 and context.sum_stale_tokens > 0
-        values = _values(stats, self._names[_octave(context.batch_size)])
-        # Draft prefill is in no step's time; it takes its share of every token's.
-        prefill_s = stats.draft_prefill_us_per_token * context.bucket / 1e6
 
-        def best(limit: int) -> int:
-            return best_gamma(values, STALE if stale else READY, limit, prefill_s)
+        def prepare() -> Prepared:
+            stale = session.previous_gamma == 0 and context.sum_stale_tokens > 0
+            values = _values(stats, self._names[_octave(context.batch_size)])
+            # Draft prefill is in no step's time; it takes its share of every token's.
+            prefill_s = stats.draft_prefill_us_per_token * context.bucket / 1e6
 
-        def draw(feasible: int) -> Drawn:
-            return epsilon_draw(best(feasible), feasible, self._epsilon, rng)
+            def best(limit: int) -> int:
+                return best_gamma(values, STALE if stale else READY, limit, prefill_s)
+
+            def draw(feasible: int) -> Drawn:
+                return epsilon_draw(best(feasible), feasible, self._epsilon, rng)
+
+            return best(largest), draw
 
         return hold_or_draw(
-            context,
-            session,
-            largest=largest,
-            hold_steps=self._hold_steps,
-            exploit=best(largest),
-            draw=draw,
+            context, session, largest=largest, hold_steps=self._hold_steps, prepare=prepare
         )
 
     def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
@@ -168,7 +168,7 @@ SPEC = PolicySpec(
     summary="Q-learning over batch size and whether the draft is stale.",
     parameters=(
         gamma_max(5),
-        HOLD_STEPS,
+        hold_steps(),
         Parameter(
             name="epsilon",
             kind="float",
@@ -188,7 +188,7 @@ SPEC = PolicySpec(
         Parameter(
             name="discount",
             kind="float",
-            default=0.98,
+            default=0.8,
             minimum=0.0,
             maximum=0.999,
             help="weight of the next step's value; 0: each step for itself",

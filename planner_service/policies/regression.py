@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from planner_service.context import Context, Outcome
 from planner_service.policies.held import (
     HALF_LIFE,
-    HOLD_STEPS,
     Drawn,
+    Prepared,
     gamma_max,
     half_life_of,
     hold_or_draw,
+    hold_steps,
 )
 from planner_service.policies.linear import RIDGE, LinearArms, Ran, features_now
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
@@ -47,26 +48,25 @@ class Regression(Policy):
     ) -> tuple[Choice, Session]:
         """Hold the arm, or take the one of least predicted loss; nothing is drawn."""
         largest = min(self._gamma_max, context.max_gamma)
-        prefill_s = stats.draft_prefill_us_per_token * context.bucket / 1e6
-        switching_s = 0.0
-        if session.previous_gamma == 0:
-            switching_s = stats.catch_up_us_per_token * context.sum_stale_tokens / 1e6
-        prior = self._arms.overall_ratio(stats, largest)
-        losses, _, num_steps = self._arms.predict(stats, features_now(context), largest, prior)
-        for gamma in range(1, largest + 1):
-            losses[gamma] += prefill_s + switching_s / gamma
 
-        def draw(feasible: int) -> Drawn:
-            return Drawn(*self._next(losses, num_steps, feasible))
+        def prepare() -> Prepared:
+            prefill_s = stats.draft_prefill_us_per_token * context.bucket / 1e6
+            switching_s = 0.0
+            if session.previous_gamma == 0:
+                switching_s = stats.catch_up_us_per_token * context.sum_stale_tokens / 1e6
+            prior, x = self._arms.overall_ratio(stats, largest), features_now(context)
+            losses, _, num_steps = self._arms.predict(stats, x, largest, prior)
+            for gamma in range(1, largest + 1):
+                losses[gamma] += prefill_s + switching_s / gamma
+
+            def draw(feasible: int) -> Drawn:
+                return Drawn(*self._next(losses, num_steps, feasible))
+
+            # An arm that lacks steps counts as the best: memory must not be planned without it.
+            return self._next(losses, num_steps, largest)[0], draw
 
         return hold_or_draw(
-            context,
-            session,
-            largest=largest,
-            hold_steps=self._hold_steps,
-            # An arm that lacks steps counts as the best: memory must not be planned without it.
-            exploit=self._next(losses, num_steps, largest)[0],
-            draw=draw,
+            context, session, largest=largest, hold_steps=self._hold_steps, prepare=prepare
         )
 
     def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
@@ -91,7 +91,7 @@ SPEC = PolicySpec(
     summary="Ridge regression of seconds per token on batch size and KV; takes the least.",
     parameters=(
         gamma_max(5),
-        HOLD_STEPS,
+        hold_steps(),
         HALF_LIFE,
         RIDGE,
         Parameter(

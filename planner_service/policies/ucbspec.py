@@ -23,7 +23,14 @@ from collections.abc import Sequence
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.own_sums import OwnSums
-from planner_service.policies.held import HOLD_STEPS, Drawn, gamma_max, hold_or_draw_one
+from planner_service.policies.held import (
+    Drawn,
+    Prepared,
+    gamma_max,
+    hold_or_draw_one,
+    hold_steps,
+    largest_of,
+)
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.policies.speedup import Ran, arms_of, reference
 from planner_service.session import Session
@@ -45,13 +52,18 @@ class UcbSpec(Policy):
     ) -> tuple[Choice, Session]:
         """Hold the arm, or take the one of the largest bound; nothing is drawn."""
         largest = min(self._gamma_max, context.max_gamma)
-        arms = arms_of(stats, NAMES[: largest + 1])
-        means = speedups(arms)
-        exploit = _best(means)
 
-        def draw(feasible: int) -> Drawn:
-            arm = _best(upper_bounds(means, [ran.num_steps for ran in arms], self._delta), feasible)
-            return Drawn(arm, arm != exploit)
+        def prepare() -> Prepared:
+            arms = arms_of(stats, NAMES[: largest + 1])
+            means = speedups(arms)
+            exploit = largest_of(means)
+
+            def draw(feasible: int) -> Drawn:
+                bounds = upper_bounds(means, [ran.num_steps for ran in arms], self._delta)
+                arm = largest_of(bounds[: feasible + 1])
+                return Drawn(arm, arm != exploit)
+
+            return exploit, draw
 
         return hold_or_draw_one(
             context,
@@ -59,8 +71,7 @@ class UcbSpec(Policy):
             session,
             largest=largest,
             hold_steps=self._hold_steps,
-            exploit=exploit,
-            draw=draw,
+            prepare=prepare,
         )
 
     def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
@@ -89,17 +100,12 @@ def upper_bounds(means: Sequence[float], num_steps: Sequence[float], delta: floa
     return bounds
 
 
-def _best(values: Sequence[float], largest: int = MAX_GAMMA) -> int:
-    """Index of the largest value up to `largest`, of equals the last."""
-    return max(range(min(len(values), largest + 1)), key=lambda gamma: (values[gamma], gamma))
-
-
 SPEC = PolicySpec(
     name="ucbspec",
     summary="BanditSpec's upper confidence bounds: one bandit over gamma for every context.",
     parameters=(
         gamma_max(4),
-        HOLD_STEPS,
+        hold_steps(),
         Parameter(
             name="delta",
             kind="float",

@@ -66,8 +66,8 @@ def test_a_stream_follows_the_trace_computed_by_hand() -> None:
     greedy, other = 0.7 + 0.3 / 3, 0.3 / 3  # .8 and .1
     assert decide() == (2, 2, 2, False, greedy)  # .3 is not below epsilon
     stats = stats.plus(policy.update(stats, at, 2, one_step(2, 12_000, 2)))  # 6 ms a token
-    assert decide(1) == (2, 1, 1, False, greedy)  # held: nothing is drawn; 1 was never run
-    assert decide(1) == (1, 1, 2, False, greedy)
+    assert decide(1) == (2, 2, 1, False, greedy)  # held: nothing is drawn
+    assert decide(1) == (1, 1, 2, False, greedy)  # 1 was never run
     stats = stats.plus(policy.update(stats, at, 1, one_step(1, 10_000, 2)))  # 5 ms
     assert decide(2) == (0, 0, 2, False, greedy)  # 0 was never run
     stats = stats.plus(policy.update(stats, at, 0, one_step(0, 5_500, 1)))  # 5.5 ms
@@ -129,6 +129,16 @@ def test_steps_that_cannot_speculate_end_no_hold() -> None:
     assert choice.table == {1: (3, 2), 2: (4, 4)}  # held; and over, so the best
 
 
+def test_a_batch_size_that_is_never_timed_goes_by_the_nearest() -> None:
+    """95 rows run with prompt tokens alone: what is known of 96 decides, not 5, never tried."""
+    policy, known = made(), {gamma: arm(0.01 + abs(gamma - 2)) for gamma in range(6)}
+    stats = Stats({40: {0: arm(0.01)}, 96: known})
+    at = Context(95, max_gamma=5, feasible_max_gamma=5)
+    assert policy.select(at, stats, Session(1), Scripted([0.99]))[0].gamma == 2
+    closer = at._replace(batch_size=60)
+    assert policy.select(closer, stats, Session(1), Scripted([0.99]))[0].gamma == 5  # never tried
+
+
 def test_a_hold_goes_on_at_another_replica() -> None:
     """The worker asks since its hold is over: the steps of the decision count as run."""
     policy, stats = made(gamma_max=1, hold_steps=4), Stats({1: {0: arm(0.02), 1: arm(0.01)}})
@@ -143,7 +153,7 @@ def test_a_hold_goes_on_at_another_replica() -> None:
 
 def test_an_arm_is_drawn_in_proportion_to_its_weight() -> None:
     """Of weights 1, 0, 3 the first quarter goes to arm 0, the rest to arm 2; rounding to none."""
-    weights = {0: 1.0, 1: 0.0, 2: 3.0}
+    weights = [1.0, 0.0, 3.0]
     assert draw_from(weights, Scripted([0.24])) == (0, 0.25)
     assert draw_from(weights, Scripted([0.25])) == (2, 0.75)
-    assert draw_from({0: 1.0, 1: 0.0}, Scripted([1.0])) == (0, 1.0)
+    assert draw_from([1.0, 0.0], Scripted([1.0])) == (0, 1.0)

@@ -47,7 +47,7 @@ def test_a_stream_follows_the_trace_computed_by_hand() -> None:
     P(1 above 0) = Phi(.096 / (.1 sqrt 2)) = Phi(.6788) = .7514.
     With 75 more steps each: means 1 and 109.9 / 100, deviations .05: Phi(1.400) = .9192.
     """
-    policy, at = made(gamma_max=1), Context(1, max_gamma=1)
+    policy, at = made(gamma_max=1, hold_steps=8), Context(1, max_gamma=1)
     stats, session = NOTHING, Session()
 
     def decide(chance: float) -> tuple[int, int, bool, float]:
