@@ -71,7 +71,7 @@ OTHERS = (
     "regression",
     "q_learning",
 )
-HINDSIGHT = "best table in hindsight"
+HINDSIGHT = "table_in_hindsight"  # for each seed the best one, by the optimum's contexts
 EDGES = (1, 5, 17, 33, 49, 65, 97, 129, 161, 193, 225)  # first batch sizes of its ranges
 SLOPE_STEPS, SLOPE_FIRST, SLOPE_ROWS, SLOPE_SEEDS = 100_000, 1_000, (1, 8, 64), 4
 
@@ -95,6 +95,8 @@ def main() -> None:
     number = most if options.seeds is None else options.seeds
     if not 1 <= number <= most:
         parser.error(f"--seeds: 1 to {most}")
+    if options.jobs < 1 or options.steps < 1:
+        parser.error("--jobs and --steps: at least 1")
     first = 0 if options.tuning else FIRST_SEED
     seeds = range(first, first + number)
     if options.slope:

@@ -1,13 +1,15 @@
 """`nightjar simulate` as a user meets it."""
 
+import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from nightjar import cli
 from nightjar.errors import ConfigError
-from planner_service.simulate import batch, plot
+from planner_service.simulate import acceptance, batch, plot
 from planner_service.simulate.report import summarize, table
 from planner_service.simulate.run import Scenario, simulate
 
@@ -116,3 +118,25 @@ def test_a_run_without_steps_has_its_row() -> None:
     summary = summarize("off", simulate(None, Scenario(), 0, 0))
     assert summary.figures["mean_gamma"] is None
     assert "-" in table([summary]).splitlines()[1]
+
+
+def test_the_benchmark_compares_policies_on_their_own_seeds(capsys, monkeypatch) -> None:
+    """Both truths, the share lost after each change, and how ours stands to its rivals."""
+    path = Path(__file__).parents[2] / "benchmarks/simulated_regret.py"
+    spec = importlib.util.spec_from_file_location("simulated_regret", path)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setitem(benchmark.SCENARIOS, "abrupt", acceptance.abrupt(100, 200))
+    policies = "model_guided nightjar table_in_hindsight off"
+    given = ["--tuning", "--seeds", "2", "--steps", "450", "--scenarios", "abrupt", "--jobs", "1"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *given, "--policies", policies])
+    benchmark.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("its best rival, nightjar" in line for line in lines) == 2
+    rows = [line for line in lines if line.startswith("nightjar ")]
+    # Lost, and median and worst after the first change; steps end before the others.
+    assert [line.count("%") for line in rows] == [3, 3]
+    assert sum(line.startswith("off ") for line in lines) == 1  # against the first truth alone
+    assert sum(line.startswith("table_in_hindsight ") for line in lines) == 2
