@@ -237,6 +237,8 @@ async def test_broken_entry_points_are_said_and_left_out(tmp_path: Path) -> None
         command.shows("plug-in left out", times=len(names))
         for name in names:
             assert f": {name}'" in command.stderr
+        assert "plug-ins of a package left out" in command.stderr
+        assert "package=unreadable" in command.stderr
         assert "a library is missing" in command.stderr
         assert "there is another policy 'off'" in command.stderr
 

@@ -145,4 +145,6 @@ def install_broken(target: Path) -> list[str]:
     entries |= {name.lower(): f"bad_twice:{name}" for name in ("NOT_A_SPEC", "TAKEN", "BAD_NAME")}
     install_by_hand(target, "broken_policies", entries)
     install_by_hand(target, "twice_policies", {"zzz": "bad_twice:TWICE"})
+    install_by_hand(target, "unreadable", {})
+    (target / "unreadable-1.0.dist-info/entry_points.txt").write_text("[nightjar.policies]\nx\n")
     return [*entries, "zzz"]
