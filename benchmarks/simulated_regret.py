@@ -109,9 +109,12 @@ def main() -> None:
         for policy in policies:
             if policy != HINDSIGHT:
                 batch.make(policy)
-        scenarios = {name: SCENARIOS[name] for name in options.scenarios.split(",")}
-    except (ConfigError, KeyError) as error:
+    except ConfigError as error:
         parser.error(str(error))
+    names = options.scenarios.split(",")
+    if unknown := set(names) - set(SCENARIOS):
+        parser.error(f"--scenarios: unknown {', '.join(unknown)}; known: {', '.join(SCENARIOS)}")
+    scenarios = {name: SCENARIOS[name] for name in names}
     compare(policies, scenarios, seeds, options.steps, options.jobs, options.json)
 
 
@@ -172,7 +175,7 @@ def loaded(process: acceptance.Acceptance, kv_slope_factor: float, seed: int) ->
 def capacity(scenario: Scenario, seed: int) -> float:
     """Requests per second that plain decoding serves with all rows taken, prefill included."""
     truth, lengths = scenario.true_cost(seed), scenario.arrivals.lengths
-    rows = min(scenario.max_rows, truth.max_batch_size)
+    rows = scenario.most_rows
     decode_us = lengths.mean_output * float(truth.by_batch_size[rows, 0]) / rows
     return 1e6 / (decode_us + lengths.mean_prompt * truth.prefill_us_per_token)
 

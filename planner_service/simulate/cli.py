@@ -38,6 +38,7 @@ ARRIVALS = {
     "azure": "the times and lengths of the file --trace, --rate times as fast",
 }
 DEFAULT_POLICIES = ("off", "fixed:gamma=3", "nightjar", "model_guided")
+MAX_ROWS = Scenario.max_rows
 MAX_SEEDS, MAX_STEPS, MAX_JOBS = 1_000, 1_000_000, 256
 
 
@@ -201,7 +202,7 @@ def _scenario(options: argparse.Namespace) -> Scenario:
         noise=_number("--noise", options.noise, 0, 3),
         kv_slope_factor=_number("--kv-slope-factor", options.kv_slope_factor, 0, 100),
         acceptance=process,
-        arrivals=_arrivals(options, truth.max_batch_size),
+        arrivals=_arrivals(options, min(MAX_ROWS, truth.max_batch_size)),
         max_gamma=int(
             _number(
                 "--max-gamma", options.max_gamma, 0, min(MAX_GAMMA, truth.max_gamma), whole=True

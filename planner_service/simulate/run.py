@@ -42,6 +42,11 @@ class Scenario:
     answer_delay_steps: int = 1
     jitter: float = 0.02  # sigma of the lognormal noise on each step's time
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that decode at once, and that the truth has costs for."""
+        return min(self.max_rows, self.truth.max_batch_size)
+
     def true_cost(self, seed: int) -> CostTable:
         """The cost of steps in the run with this seed."""
         return self.truth.perturbed(seed, self.noise).with_kv_slope(self.kv_slope_factor)
@@ -50,9 +55,12 @@ class Scenario:
         """Refuse what would never take a decode step, or never end.
 
         Raises:
-            ConfigError: The pool is too small for one request, or no output has a second token.
+            ConfigError: There are too many rows, the pool is too small for one request, or no
+                output has a second token.
         """
-        lengths = self.arrivals.lengths
+        lengths, rows = self.arrivals.lengths, self.most_rows
+        if self.arrivals.kind == "closed" and not 1 <= self.arrivals.rows <= rows:
+            raise ConfigError(f"a closed loop has 1 to {rows} rows here, not {self.arrivals.rows}")
         most = lengths.most + self.max_gamma + 1
         if self.arrivals.kind == "closed" and most > self.kv_pool_tokens:
             raise ConfigError(
@@ -175,15 +183,14 @@ def start(policy: Policy | None, scenario: Scenario, seed: int) -> Worker:
         chooser = Planned(
             policy, seed=seed, clock=clock, answer_delay_steps=scenario.answer_delay_steps
         )
-    max_rows = min(scenario.max_rows, truth.max_batch_size)
-    rows = Rows(max_rows)
+    rows = Rows(scenario.most_rows)
     intake = Intake(
         requests=arrivals.requests(np.random.default_rng([seed, 0xA221])),
         acceptance=scenario.acceptance,
         noise=noise,
         rows=rows,
         closed_rows=arrivals.rows if arrivals.kind == "closed" else 0,
-        max_rows=max_rows,
+        max_rows=scenario.most_rows,
         kv_pool_tokens=scenario.kv_pool_tokens,
         max_row_tokens=max_gamma + 1,
     )

@@ -94,7 +94,8 @@ class Worker:
         max_stale, sum_stale = rows.max_stale, rows.sum_stale
         word = self.chooser.choose(n, num_kv_tokens)
         sums = rows.expected_sums(self.max_gamma)
-        possible = min(self.max_gamma, rows.most_left - 1, MAX_BATCHED_TOKENS // n - 1)
+        room = max(0, MAX_BATCHED_TOKENS // n - 1)
+        possible = min(self.max_gamma, rows.most_left - 1, room)
         wanted = min(word.gamma, possible)
         # With nobody to choose between, a row's own first drafts are verified.
         extra = min(word.num_extra_drafts, possible - wanted) if wanted and n > 1 else 0

@@ -445,3 +445,9 @@ def test_the_best_table_takes_the_best_gamma_of_each_range() -> None:
     """Ranges that no run visited are plain."""
     runs = [simulate(None, still(rows), 0, 50) for rows in (8, 128)]
     assert best_table(runs, (1, 33, 100)) == [3, 0, 1]
+
+
+def test_more_rows_than_the_truth_knows_are_refused() -> None:
+    """In a sentence, not by an index out of range."""
+    with pytest.raises(ConfigError, match="1 to 256 rows"):
+        simulate(None, still(300), 0, 1)
