@@ -23,6 +23,7 @@ FLUSH_INTERVAL_S = 0.25
 BOOK_INTERVAL_S = 0.5
 MERGE_INTERVAL_S = 2.0
 MAX_BACKOFF_S = 2.0
+LISTEN_AGAIN_S = 1.0
 CHANGE_TIMEOUT_S = 1.0
 LAST_FLUSH_TIMEOUT_S = 2.0
 MAX_PENDING_CHANGES = 64
@@ -56,6 +57,7 @@ class Sync:
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
         self._said_away = False
+        self._said_dropped = 0
 
     async def start(self) -> None:
         """Read everything back; without the store, begin from nothing and say so."""
@@ -90,6 +92,7 @@ class Sync:
                 if self.connected and not was_connected:
                     await self._attempt(self._read_everything)
                 was_connected = self.connected
+                self._say_dropped()
                 num_known = len(self._known_profiles)
                 await self._attempt(self._flush)
                 if len(self._known_profiles) > num_known:
@@ -286,7 +289,16 @@ class Sync:
             with contextlib.suppress(*StoreError):
                 async for _ in self._store.hints():
                     self._wake.set()
-            await asyncio.sleep(MAX_BACKOFF_S)
+            await asyncio.sleep(LISTEN_AGAIN_S)
+
+    def _say_dropped(self) -> None:
+        dropped = self._planner.ledger.num_dropped
+        if dropped >= 2 * self._said_dropped + 1:  # 1, 3, 7, ...: a log, not a flood
+            self._said_dropped = dropped
+            log.get().warning(
+                "too much waits for the store: what is learned more stays in memory",
+                updates_so_far=dropped,
+            )
 
     def _here(self) -> None:
         if not self.connected:

@@ -201,13 +201,13 @@ async def test_a_store_that_loads_for_long_is_waited_for(store_server: StoreServ
     """LOADING is an outage; what was taught meanwhile arrives."""
     with redis.Redis.from_url(store_server.url) as raw:
         pipeline = raw.pipeline(transaction=False)
-        for i in range(3000):
+        for i in range(20_000):
             pipeline.set(f"ballast:{i}", i)
         pipeline.execute()
     async with whole(store_server) as (command, stub, _):
         store_server.kill()
         await _connected(stub, False)
-        store_server.start(wait=False, key_load_delay="500")
+        store_server.start(wait=False, key_load_delay="80")
         await comes_true(lambda: asyncio.to_thread(_loads, store_server))
         await _connected(stub, True)
         command.shows(AWAY, times=1)
@@ -293,4 +293,5 @@ async def test_a_long_outage_takes_no_more_memory(store_server: StoreServer) -> 
                 sizes.append(memory().rss)
             dropped = (await state(stub)).num_dropped_updates
             assert dropped > 5_000
+            command.shows("too much waits for the store")
             assert sizes[5] < 1.03 * sizes[3], sizes
