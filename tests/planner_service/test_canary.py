@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from planner_harness import PROFILE, Worker, context, report, running_planner
+from planner_harness import PROFILE, Worker, comes_true, context, report, running_planner
 
 from nightjar.v1 import planner_pb2 as pb
 from planner_service.context import Context, Outcome
@@ -19,7 +19,7 @@ from planner_service.policies import BUILT_IN
 from planner_service.policies.bins import Bin
 from planner_service.server_messages import profile
 from planner_service.session import steps_of
-from planner_service.slices import SLICE_STEPS, Probes, has_slice
+from planner_service.slices import SLICE_STEPS, Probes, has_slice, steps_left_of_slice
 from planner_service.versions import EVERYONE, Book, Floor, Scope
 
 GAMMAS = {"1-fixed": 3, "2-fixed": 1}
@@ -181,10 +181,16 @@ async def test_nothing_is_probed_that_would_not_speculate(
         assert state.profiles[0].HasField("net_benefit")  # gamma 0 ran, by whatever reason
 
 
-def test_a_policy_goes_on_after_a_probe_as_if_it_had_not_been() -> None:
-    """A bin of `nightjar` that a probe falls into keeps its arm, and none of its steps is lost."""
+@pytest.mark.parametrize(("probe_share", "canary_share"), [(0.1, 0.0), (0.0, 0.5)])
+def test_a_policy_goes_on_after_a_probe_or_a_canary_as_if_it_had_not_been(
+    probe_share: float, canary_share: float
+) -> None:
+    """A bin of `nightjar` that they fall into keeps its arm, and none of its steps is lost."""
     book = Book().activate("nightjar", {"gamma_max": "5"}, EVERYONE, 0, "default")
-    planner, _ = planner_with(book, [0.0], probe_share=0.1)
+    if canary_share:
+        canary = Scope(canary_share=canary_share)
+        book = book.activate("fixed", {"gamma": "2"}, canary, 0, "operator")
+    planner, _ = planner_with(book, [0.0], probe_share=probe_share)
     stream = Stream(profile(PROFILE, "profile"), "w")
     planner.register(stream.profile)
     held: list[tuple[int, float, int]] = []  # arm, propensity and steps of each decision
@@ -193,8 +199,10 @@ def test_a_policy_goes_on_after_a_probe_as_if_it_had_not_been() -> None:
         decision = planner.decide(stream, Context(1))
         choice = decision.choice
         is_probe = decision.decision_id.endswith("-probe")
-        left = planner.probes.at("w", stream.num_steps)[1]
-        if not is_probe:
+        left = steps_left_of_slice(stream.num_steps)
+        if probe_share:
+            left = planner.probes.at("w", stream.num_steps)[1]
+        if not is_probe and decision.version == "1-nightjar":
             if held and held[-1][2] > 0:  # the bin that was cut
                 num_within += 1
                 assert held[-1][:2] == (choice.gamma, choice.propensity)
@@ -204,7 +212,7 @@ def test_a_policy_goes_on_after_a_probe_as_if_it_had_not_been() -> None:
             held.append((choice.gamma, choice.propensity, left))
         done = outcome(choice.hold_steps, 1.0 + choice.gamma / 4)
         planner.learn(stream, Report(Context(1), choice.gamma, decision.decision_id, done))
-    assert num_within > 20
+    assert num_within > (20 if probe_share else 5)
 
 
 def planner_with(book: Book, clock: list[float], **settings: Any) -> tuple[Planner, list[Any]]:
@@ -264,9 +272,10 @@ def test_a_floor_withdraws_its_version_and_no_other() -> None:
     assert benefit.net == pytest.approx(0.5, abs=0.01)
 
 
-async def test_a_floor_over_the_wire() -> None:
-    """It is shown with its version; missed, the workers hear of the version before at once."""
-    async with running_planner(policy="off", probe_share=0.2) as stub:
+async def test_a_floor_over_the_wire(store: str) -> None:
+    """It is shown with its version; missed, workers go back, and other planners hear why."""
+    settings: dict[str, Any] = {"policy": "off", "probe_share": 0.2, "store": store}
+    async with running_planner(**settings) as stub, running_planner(**settings) as other:
         worker = Worker(stub, "w")
         await worker.ask(hello=True)
         floor = pb.NetBenefitFloor(min_net_benefit=0.0, for_s=0.3)
@@ -286,5 +295,11 @@ async def test_a_floor_over_the_wire() -> None:
         assert (gone.version, gone.active) == ("2-fixed", False)
         assert "stayed below its floor of +0.0%" in gone.withdrawn_because
         assert gone.withdrawn_at_ms > gone.activated_at_ms
+
+        async def heard() -> bool:
+            shown = (await other.ListPolicies(pb.ListPoliciesRequest())).versions[0]
+            return bool(shown.withdrawn_because == gone.withdrawn_because)
+
+        await comes_true(heard)
         state = await stub.GetPolicyState(pb.GetPolicyStateRequest())
         assert (state.version.version, state.num_policy_faults) == ("1-off", 0)
