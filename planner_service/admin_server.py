@@ -10,7 +10,7 @@ from nightjar import log
 from nightjar.errors import InvalidRequest, UnknownName
 from nightjar.v1 import planner_pb2 as pb
 from nightjar.v1 import planner_pb2_grpc
-from planner_service import server_messages as read
+from planner_service import admin_messages as read
 from planner_service.planner import Planner
 from planner_service.sync import Sync
 from planner_service.versions import Book, Scope, Version
