@@ -26,6 +26,7 @@ from planner_service.policies.held import (
     gamma_max,
     half_life_of,
     hold_steps,
+    largest_of,
 )
 from planner_service.policies.linear import RIDGE
 from planner_service.policies.linucb import LinearSpeedup
@@ -38,6 +39,7 @@ _NODES[1] = [NormalDist().inv_cdf((i + 0.5) / NUM_NODES) for i in range(NUM_NODE
 _ONES = np.ones((MAX_GAMMA + 1) * NUM_NODES)
 LOGISTIC = 1.702  # 1 / (1 + exp(-1.702 z)) is the normal distribution function within 0.01
 _LEAST = 1e-6  # of a standard deviation: below it the comparison with another is certain
+_HOPELESS = 4.0  # deviations of the difference to the best
 _FAR = 1e6  # rewards beyond which it does not matter how much
 
 
@@ -58,10 +60,30 @@ class LinThompson(LinearSpeedup):
 
 
 def chances_of_largest(means: Sequence[float], deviations: Sequence[float]) -> list[float]:
-    """Probability of each of some independent normals to be the largest; they add up to 1."""
-    num_arms = len(means)
+    """Probability of each of some independent normals to be the largest; they add up to 1.
+
+    Those that lie four deviations below the best have none.
+    """
     means = [min(max(mean, -_FAR), _FAR) for mean in means]
     deviations = [max(deviation, _LEAST) for deviation in deviations]
+    best = largest_of(means)
+    room = [_HOPELESS * math.hypot(deviation, deviations[best]) for deviation in deviations]
+    near = [i for i, mean in enumerate(means) if means[best] - mean < room[i]]
+    chances = [0.0] * len(means)
+    for i, chance in zip(
+        near, _chances([means[i] for i in near], [deviations[i] for i in near]), strict=True
+    ):
+        chances[i] = chance
+    return chances
+
+
+def _chances(means: Sequence[float], deviations: Sequence[float]) -> list[float]:
+    num_arms = len(means)
+    if num_arms == 1:
+        return [1.0]
+    if num_arms == 2:
+        first = 0.5 + 0.5 * math.erf((means[0] - means[1]) / math.hypot(*deviations) / math.sqrt(2))
+        return [first, 1 - first]
     slopes = [-LOGISTIC / deviation for deviation in deviations]
     offsets = [-mean * slope for mean, slope in zip(means, slopes, strict=True)]
     nodes = np.array((means, deviations)).T @ _NODES
@@ -94,7 +116,7 @@ SPEC = PolicySpec(
         Parameter(
             name="sigma",
             kind="float",
-            default=0.5,
+            default=0.3,
             minimum=0.0,
             maximum=100.0,
             help="standard deviation of one step's speed-up",

@@ -6,7 +6,8 @@ is its tokens per request and second; catch-up that took as long as c such steps
 
     reward = tokens / seconds (1 - catch-up seconds / seconds)
 
-A report of n steps at gamma a in state s then moves
+where at gamma > 0 the seconds hold the tokens' share of draft prefill, as known so far. A report
+of n steps at gamma a in state s then moves
 
     Q(s, a) <- Q(s, a) + step (target - Q(s, a)),   step = 1 - (1 - step_size)^n
     target  =  (1 - discount) reward + discount max Q(s', .)
@@ -72,12 +73,10 @@ class QLearning(Policy):
 
         def prepare() -> Prepared:
             stale = session.previous_gamma == 0 and context.sum_stale_tokens > 0
-            values = _values(stats, self._names[_octave(context.batch_size)])
-            # Draft prefill is in no step's time; it takes its share of every token's.
-            prefill_s = stats.draft_prefill_us_per_token * context.bucket / 1e6
+            values = self._nearest(stats, _octave(context.batch_size))
 
             def best(limit: int) -> int:
-                return best_gamma(values, STALE if stale else READY, limit, prefill_s)
+                return best_gamma(values, STALE if stale else READY, limit)
 
             def draw(feasible: int) -> Drawn:
                 return epsilon_draw(best(feasible), feasible, self._epsilon, rng)
@@ -99,12 +98,25 @@ class QLearning(Policy):
                 return learned
             values[OWED] = min(values[OWED] + catch_up_s, _MOST)
         elif outcome.num_timed_steps:
-            self._learn(values, gamma, outcome)
+            self._learn(values, gamma, outcome, stats.draft_prefill_us_per_token)
         else:
             return learned
         return learned._replace(latest={name: tuple(values)})
 
-    def _learn(self, values: list[float], gamma: int, outcome: Outcome) -> None:
+    def _nearest(self, stats: Stats, octave: int) -> Sequence[float]:
+        """Values of the octave, or of the nearest that has any.
+
+        Batch sizes that run with prompt tokens alone are never timed: what never ran there would
+        be tried for ever.
+        """
+        values = _values(stats, self._names[octave])
+        if any(values[:OWED]):
+            return values
+        all_values = [_values(stats, name) for name in self._names]
+        known = [other for other, there in enumerate(all_values) if any(there[:OWED])]
+        return all_values[min(known, key=lambda other: abs(other - octave), default=octave)]
+
+    def _learn(self, values: list[float], gamma: int, outcome: Outcome, prefill_us: float) -> None:
         """Move the values by the timed steps of a report."""
         steps = outcome.num_timed_steps
         tokens = outcome.num_timed_emitted / outcome.num_timed_rows  # of a request, in one step
@@ -113,6 +125,8 @@ class QLearning(Policy):
             for mode in (READY, STALE):
                 self._move(values, mode, 0, steps, tokens / seconds)
             return
+        # Draft prefill takes its share of every token's time, as its steps are not timed.
+        seconds += tokens * prefill_us * (outcome.num_timed_rows / steps) / 1e6
         switched = min(steps, outcome.num_catch_up_steps or int(outcome.catch_up_us > 0))
         if steps > switched:
             self._move(values, READY, gamma, steps - switched, tokens / seconds)
@@ -133,7 +147,7 @@ class QLearning(Policy):
         values[mode + gamma] = min(max(known + step * (target - known), -_MOST), _MOST)
 
 
-def best_gamma(values: Sequence[float], mode: int, largest: int, prefill_s: float) -> int:
+def best_gamma(values: Sequence[float], mode: int, largest: int) -> int:
     """Gamma of the largest value in a mode; one that never ran comes first, the largest of them.
 
     A gamma that ran in the ready mode alone counts with that value in the stale mode: leaving
@@ -144,8 +158,6 @@ def best_gamma(values: Sequence[float], mode: int, largest: int, prefill_s: floa
         value = values[mode + gamma] or values[READY + gamma]
         if not value:
             return gamma
-        if gamma and value > 0:
-            value /= 1 + value * prefill_s
         if value >= most:  # of equals the smallest gamma
             best, most = gamma, value
     return best
@@ -188,7 +200,7 @@ SPEC = PolicySpec(
         Parameter(
             name="discount",
             kind="float",
-            default=0.8,
+            default=0.95,
             minimum=0.0,
             maximum=0.999,
             help="weight of the next step's value; 0: each step for itself",

@@ -47,7 +47,7 @@ def test_a_stream_follows_the_trace_computed_by_hand() -> None:
     P(1 above 0) = Phi(.096 / (.1 sqrt 2)) = Phi(.6788) = .7514.
     With 75 more steps each: means 1 and 109.9 / 100, deviations .05: Phi(1.400) = .9192.
     """
-    policy, at = made(gamma_max=1, hold_steps=8), Context(1, max_gamma=1)
+    policy, at = made(gamma_max=1, hold_steps=8, sigma=0.5), Context(1, max_gamma=1)
     stats, session = NOTHING, Session()
 
     def decide(chance: float) -> tuple[int, int, bool, float]:
@@ -63,10 +63,10 @@ def test_a_stream_follows_the_trace_computed_by_hand() -> None:
 
     assert decide(0.4) == (0, 1, True, 0.5)  # nothing is known: either
     teach(24)
-    assert decide(0.99) == (1, 1, False, pytest.approx(0.7514, abs=0.02))
-    assert decide(0.22) == (0, 1, True, pytest.approx(1 - 0.7514, abs=0.02))
+    assert decide(0.99) == (1, 1, False, pytest.approx(0.7514, abs=2e-4))
+    assert decide(0.22) == (0, 1, True, pytest.approx(1 - 0.7514, abs=2e-4))
     teach(75)
-    assert decide(0.5) == (1, 1, False, pytest.approx(0.9192, abs=0.02))
+    assert decide(0.5) == (1, 1, False, pytest.approx(0.9192, abs=2e-4))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_two_arms_have_a_closed_form() -> None:
     """Phi of the difference in its deviations, for means far and near."""
     for gap in (0.0, 0.05, 0.2, 0.5, 3.0):
         expected = NormalDist(gap, 0.2 * 2**0.5).cdf(0)
-        assert chances_of_largest([0.0, gap], [0.2, 0.2])[0] == pytest.approx(expected, abs=0.02)
+        assert chances_of_largest([0.0, gap], [0.2, 0.2])[0] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from planner_service.policies import BUILT_IN
 from planner_service.policies.policy import Policy
 from planner_service.policies.q_learning import NUM_VALUES, OWED, READY, STALE, best_gamma
 from planner_service.session import Session
-from planner_service.sums import NOTHING, Stats
+from planner_service.sums import NOTHING, Stats, Totals
 
 
 class Chance(random.Random):
@@ -78,9 +78,9 @@ def test_a_state_is_an_octave_and_a_mode() -> None:
     known = [0.0] * NUM_VALUES
     known[READY : READY + 3] = [100.0, 120.0, 90.0]
     known[STALE : STALE + 2] = [100.0, 80.0]
-    assert best_gamma(known, READY, 2, 0.0) == 1
-    assert best_gamma(known, STALE, 1, 0.0) == 0
-    assert best_gamma(known, STALE, 3, 0.0) == 3
+    assert best_gamma(known, READY, 2) == 1
+    assert best_gamma(known, STALE, 1) == 0
+    assert best_gamma(known, STALE, 3) == 3
     policy = made()
     # Gamma 2 ran in the ready mode only, with 90: that counts in the stale mode too.
     stats = Stats(latest={"q_learning/0.5/0.5/2": tuple(known)})
@@ -88,7 +88,6 @@ def test_a_state_is_an_octave_and_a_mode() -> None:
         (1, 50, 3, 1),
         (0, 50, 3, 0),
         (0, 0, 3, 1),  # nothing is stale, so nothing has to be caught up
-        (0, 50, 4, 2),  # of 4 to 7 rows nothing is known
     ):
         at = AT._replace(batch_size=batch_size, sum_stale_tokens=stale)
         choice, _ = policy.select(at, stats, Session(previous), Chance())
@@ -97,10 +96,23 @@ def test_a_state_is_an_octave_and_a_mode() -> None:
 
 
 def test_draft_prefill_takes_its_share_of_every_token() -> None:
-    """120 tokens a second are 8.3 ms each; 2 ms of prefill make 96.8 a second, less than 100."""
-    known = [100.0, 120.0, 90.0, *[0.0] * (NUM_VALUES - 3)]
-    assert best_gamma(known, READY, 2, 0.002) == 0
-    assert best_gamma(known, READY, 2, 0.0016) == 1  # 100.7
+    """10 ms and 2 tokens at 4 rows; 125 us of prefill for each of 8 tokens are 1 ms: 2 in 11."""
+    charged = Stats(totals=Totals(emitted=8, draft_prefill_us=1000))
+    outcome = Outcome(1, 1, 10_000, 8, 4, 8)
+    at = AT._replace(batch_size=4)
+    assert values(made().update(charged, at, 1, outcome), 3)[READY + 1] == pytest.approx(2 / 0.011)
+    assert values(made().update(charged, at, 0, outcome), 3)[READY] == pytest.approx(2 / 0.010)
+
+
+def test_an_octave_that_is_never_timed_goes_by_the_nearest() -> None:
+    """Of 32 to 63 rows only owed catch-up is known: what is known of 64 and more decides."""
+    timed, owing = [0.0] * NUM_VALUES, [0.0] * NUM_VALUES
+    timed[READY : READY + 3], owing[OWED] = [100.0, 120.0, 90.0], 0.5
+    names = {7: timed, 6: owing, 2: [90.0, 1.0, 100.0, *timed[3:]]}
+    stats = Stats(latest={f"q_learning/0.5/0.5/{n}": tuple(known) for n, known in names.items()})
+    for batch_size, expected in ((63, 1), (64, 1), (5, 2)):
+        at = AT._replace(batch_size=batch_size)
+        assert made().select(at, stats, Session(1), Chance())[0].gamma == expected
 
 
 def test_steps_of_a_report_go_to_the_mode_they_ran_in() -> None:
