@@ -11,7 +11,7 @@ class StoreProxy:
     """Passes TCP connections on to a unix socket; `url` is for redis-py.
 
     `go_silent` makes the connections of that moment half-open: nothing passes and nobody is told.
-    `lose_answers` cuts that many connections after the store was asked, before it is heard.
+    `lose_answers` cuts that many connections after the store ran a script, before it is heard.
     """
 
     def __init__(self, path: str) -> None:
@@ -19,6 +19,7 @@ class StoreProxy:
         self._silent: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_connections = 0
+        self._asked: dict[int, bytes] = {}  # last question on each connection
         self.lose_answers = 0
         self.num_lost = 0
         self.url = ""
@@ -74,7 +75,9 @@ class StoreProxy:
             while data := await reader.read(1 << 16):
                 if number in self._silent:
                     await asyncio.Event().wait()
-                if answers and self.lose_answers > 0:
+                if not answers:
+                    self._asked[number] = data
+                elif self.lose_answers > 0 and b"EVALSHA" in self._asked[number]:
                     self.lose_answers -= 1
                     self.num_lost += 1
                     return
