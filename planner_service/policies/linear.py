@@ -129,13 +129,13 @@ class LinearArms:
     def predict(self, stats: Stats, x: Features, largest: int, prior: float) -> Predicted:
         """Mean and variance of every arm of [0, largest], where `prior` is the prior ratio."""
         means, variances, num_steps = list[float](), list[float](), list[float]()
-        own, now = stats.own, stats.totals.steps
+        own, now, forgets = stats.own, stats.totals.steps, self._half_life < math.inf
         x0, x1, x2, x3, x4 = x
         for gamma in range(largest + 1):
             sums, solved = own.get(self._names[gamma]), self._solved[gamma]
             age = 0
-            if sums is not None and sums.half_life < math.inf:
-                halves = max(0.0, now - sums.at) / sums.half_life
+            if forgets and sums is not None:
+                halves = max(0.0, now - sums.at) / self._half_life
                 age = int(min(halves, 1e3) * AGES_PER_HALF_LIFE)
             if solved.sums is not sums or solved.age != age:
                 solved = self._solved[gamma] = self._solve(sums, age)
@@ -155,23 +155,28 @@ class LinearArms:
         return Predicted(means, variances, num_steps)
 
     def _solve(self, sums: OwnSums | None, age: int) -> _Solved:
-        """Solve the regression of an arm."""
-        values = scaled_sums(sums, 0.5 ** (age / AGES_PER_HALF_LIFE))
-        if values:
-            try:
-                lower = factor(values[:NUM_SQUARES], self._ridge)
-                targets = forward(lower, values[NUM_SQUARES:-1])
-                prior = forward(lower, self._prior)
-            except (ValueError, ZeroDivisionError):  # not sums of squares: not ours
-                pass
-            else:
-                if max(map(abs, targets)) < _MOST:
-                    return _Solved(sums, age, lower, targets, prior, values[-1])
+        """Solve the regression of an arm, its weights in units of their mean, hence in steps."""
+        if sums is not None and len(sums.values) == NUM_VALUES:
+            values, kept = sums.values, 0.5 ** (age / AGES_PER_HALF_LIFE)
+            weight, num_steps = values[0], values[-1] * kept
+            largest = max(weight, values[5], values[9], values[12], values[14])  # on the diagonal
+            if weight > 1 / _MOST and num_steps > 1e-9 and largest * num_steps / weight < _MOST:
+                scale = num_steps / weight
+                try:
+                    lower = factor(values, self._ridge, scale)
+                    targets = forward(lower, [value * scale for value in values[NUM_SQUARES:-1]])
+                except (ValueError, ZeroDivisionError):  # not sums of squares: not ours
+                    return self._nothing._replace(sums=sums, age=age)
+                if max(targets) < _MOST and min(targets) > -_MOST:
+                    prior = forward(lower, self._prior)
+                    return _Solved(sums, age, lower, targets, prior, num_steps)
         return self._nothing._replace(sums=sums, age=age)
 
 
-def factor(squares: Sequence[float], ridge: float) -> Factor:
-    """Cholesky's factor of ridge plus a symmetric matrix, from its upper triangle by rows.
+def factor(squares: Sequence[float], ridge: float, scale: float = 1.0) -> Factor:
+    """Cholesky's factor of a symmetric matrix, scaled, plus the ridge.
+
+    The matrix is given as its upper triangle by rows; what follows it is left alone.
 
     Plain floats, written out: for five features that is several times as fast as an array.
 
@@ -179,16 +184,17 @@ def factor(squares: Sequence[float], ridge: float) -> Factor:
         ValueError: The matrix is not positive definite.
         ZeroDivisionError: It is so by no more than rounding.
     """
-    a, b, c, d, e, ff, fg, fh, fi, gg, gh, gi, hh, hi, ii = squares
-    p = 1 / math.sqrt(a + ridge)
-    b, c, d, e = b * p, c * p, d * p, e * p
-    q = 1 / math.sqrt(ff + ridge - b * b)
-    fg, fh, fi = (fg - b * c) * q, (fh - b * d) * q, (fi - b * e) * q
-    r = 1 / math.sqrt(gg + ridge - c * c - fg * fg)
-    gh, gi = (gh - c * d - fg * fh) * r, (gi - c * e - fg * fi) * r
-    s = 1 / math.sqrt(hh + ridge - d * d - fh * fh - gh * gh)
-    hi = (hi - d * e - fh * fi - gh * gi) * s
-    t = 1 / math.sqrt(ii + ridge - e * e - fi * fi - gi * gi - hi * hi)
+    a, b, c, d, e, ff, fg, fh, fi, gg, gh, gi, hh, hi, ii = squares[:NUM_SQUARES]
+    p = 1 / math.sqrt(a * scale + ridge)
+    r = p * scale
+    b, c, d, e = b * r, c * r, d * r, e * r
+    q = 1 / math.sqrt(ff * scale + ridge - b * b)
+    fg, fh, fi = (fg * scale - b * c) * q, (fh * scale - b * d) * q, (fi * scale - b * e) * q
+    r = 1 / math.sqrt(gg * scale + ridge - c * c - fg * fg)
+    gh, gi = (gh * scale - c * d - fg * fh) * r, (gi * scale - c * e - fg * fi) * r
+    s = 1 / math.sqrt(hh * scale + ridge - d * d - fh * fh - gh * gh)
+    hi = (hi * scale - d * e - fh * fi - gh * gi) * s
+    t = 1 / math.sqrt(ii * scale + ridge - e * e - fi * fi - gi * gi - hi * hi)
     return (p, b, c, d, e, q, fg, fh, fi, r, gh, gi, s, hi, t)
 
 
@@ -202,19 +208,6 @@ def forward(lower: Factor, x: Sequence[float]) -> Features:
     x3 = (x3 - d * x0 - fh * x1 - gh * x2) * s
     x4 = (x4 - e * x0 - fi * x1 - gi * x2 - hi * x3) * t
     return (x0, x1, x2, x3, x4)
-
-
-def scaled_sums(sums: OwnSums | None, kept: float) -> list[float]:
-    """An arm's vector with its weights in units of their mean, hence in steps; [] if unusable."""
-    if sums is None or len(sums.values) != NUM_VALUES:
-        return []
-    weight, num_steps = sums.values[0], sums.values[-1]
-    if not (weight > 1 / _MOST and num_steps * kept > 1e-9):
-        return []
-    scale = kept * num_steps / weight
-    values = [value * scale for value in sums.values]
-    values[-1] = kept * num_steps
-    return values if max(values) < _MOST and min(values) > -_MOST else []
 
 
 def _ratio(arms: list[OwnSums | None]) -> float:
