@@ -17,15 +17,16 @@ passed in.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planner_service.sums import NOTHING, ArmSums, Stats, Totals
+from planner_service.sums import NOTHING, ArmSums, Bucket, Stats, Totals
 
 # Entries on their way over all groups; what is learned beyond it stays in memory only. As many
 # are kept for the case that the store loses them.
 MAX_PENDING_ARMS = 65_536
+MAX_FLIGHT_ARMS = 256  # about: decisions wait while a flight is written out
 KEPT_S = 30.0
 
 
@@ -134,8 +135,9 @@ class Ledger:
         if group is None:
             return None
         if not group.flights and group.pending is not NOTHING and not waiting:
-            self._number += 1
-            group.flights.append(Flight(self._number, group.pending, group.pending_since))
+            for part in _parts(group.pending):
+                self._number += 1
+                group.flights.append(Flight(self._number, part, group.pending_since))
             self._num_pending_arms -= _num_arms(group.pending)
             group.pending = NOTHING
         return (group.flights[0], group.mark) if group.flights else None
@@ -200,6 +202,19 @@ class Ledger:
         since = [group.flights[0].since for group in groups if group.flights]
         since += [group.pending_since for group in groups if group.pending is not NOTHING]
         return min(since, default=None)
+
+
+def _parts(stats: Stats) -> Iterator[Stats]:
+    """Sums that together are these, none with many more arms than a flight takes."""
+    buckets: dict[int, Bucket] = {}
+    num_arms = 0
+    for bucket, arms in stats.buckets.items():
+        if num_arms >= MAX_FLIGHT_ARMS:
+            yield Stats(buckets)
+            buckets, num_arms = {}, 0
+        buckets[bucket] = arms
+        num_arms += len(arms)
+    yield stats._replace(buckets=buckets)
 
 
 def _num_arms(stats: Stats) -> int:

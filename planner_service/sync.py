@@ -176,6 +176,7 @@ class Sync:
                     )
                 else:
                     self._settle(key, mark)
+                    self._here()
                 departing = ledger.depart(key, waiting=True)
         self._here()
 

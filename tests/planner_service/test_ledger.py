@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner_service.context import Context, Outcome
-from planner_service.ledger import KEPT_S, Flight, Ledger
+from planner_service.ledger import KEPT_S, MAX_FLIGHT_ARMS, Flight, Ledger
 from planner_service.own_sums import OwnSums
 from planner_service.sums import NOTHING, Stats, from_fields, observe
 
@@ -192,6 +192,23 @@ def test_what_was_confirmed_long_ago_is_not_kept() -> None:
     send(ledger, store, "me")
     assert store.sums.totals.steps == 10
     assert ledger.total("g").totals.steps == 20
+
+
+def test_a_long_outage_leaves_in_parts() -> None:
+    """Many arms fly in flights of a few hundred, which add up to what was learned."""
+    ledger, store = Ledger(stored=True), FakeStore()
+    for size in range(1, 1001):
+        for gamma in (0, 1):
+            context = Context(size, max_batch_size=1000)
+            ledger.add("g", observe(context, gamma, Outcome(1, 1, 1, 1, 1, 1)), 0.0)
+    departing, num_flights = ledger.depart("g"), 0
+    while departing is not None:
+        assert 0 < sum(map(len, departing[0].sums.buckets.values())) <= MAX_FLIGHT_ARMS + 1
+        ledger.settle("g", store.flush("me", departing), 0.0)
+        departing, num_flights = ledger.depart("g", waiting=True), num_flights + 1
+    assert num_flights == 8
+    assert store.sums.fields() == ledger.total("g").fields()
+    assert (store.sums.totals.steps, ledger.oldest()) == (2000, None)
 
 
 def test_refused_sums_stay_in_memory() -> None:

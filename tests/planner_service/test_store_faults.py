@@ -277,7 +277,10 @@ async def test_a_planner_runs_on_when_the_log_is_corrupt(store_server: StoreServ
 
 @pytest.mark.slow
 async def test_a_long_outage_takes_no_more_memory(store_server: StoreServer) -> None:
-    """What waits for the store is bounded: beyond it, updates are dropped and counted."""
+    """What waits for the store is bounded: beyond it, updates are dropped and counted.
+
+    When the store is back, it gets what waited while decisions go on.
+    """
     profiles = [pb.Profile(target=f"t{i}", proposer="none", tensor_parallel_size=1) for i in "ab"]
     with planner(store_server.url) as (command, address):
         async with dialled(address) as stub:
@@ -295,3 +298,11 @@ async def test_a_long_outage_takes_no_more_memory(store_server: StoreServer) -> 
             assert dropped > 5_000
             command.shows("too much waits for the store")
             assert sizes[5] < 1.03 * sizes[3], sizes
+            async with Chatter(stub).chatting():
+                store_server.start()
+                await comes_true(lambda: _nearly_all_stored(stub), timeout_s=90)
+
+
+async def _nearly_all_stored(stub: Any) -> bool:
+    answer = await state(stub)
+    return answer.store_connected and answer.store_lag_ms < 1000
