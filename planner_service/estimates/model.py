@@ -11,9 +11,10 @@ import numpy as np
 
 from nightjar.buckets import BucketGrid
 from planner_service.context import Context, Outcome
-from planner_service.estimates import acceptance, step_cost
+from planner_service.estimates import acceptance, step_cost, workload
 from planner_service.estimates.acceptance import Acceptance
 from planner_service.estimates.step_cost import BATCH_EDGES, Cell, Floats, Spread, StepCost
+from planner_service.estimates.workload import Workload
 from planner_service.own_sums import OwnSums
 from planner_service.sums import Stats
 
@@ -32,6 +33,7 @@ def sums(
     found = acceptance.sums(policy, num_rows, outcome)
     clock = stats.totals.steps + outcome.num_steps
     found.update(step_cost.sums(policy, clock, context, gamma, outcome))
+    found.update(workload.sums(policy, clock, context, gamma, outcome))
     return found
 
 
@@ -63,6 +65,7 @@ class Model:
         self._cells: dict[str, tuple[Cell, Spread]] = {}
         self._counts: object = None
         self.acceptance = self._estimate((), (), ())
+        self.workload = Workload()
         self._fit()
 
     def read(self, stats: Stats) -> None:
@@ -75,6 +78,7 @@ class Model:
         if counts != self._counts:
             self._counts = counts
             self.acceptance = self._estimate(*counts)
+        self.workload = workload.read(self._policy, stats.own)
         if self._read_cells(stats.own):
             self._fit()
 

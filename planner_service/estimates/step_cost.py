@@ -35,6 +35,7 @@ LEVEL_SD, CURVE_SD, START_SD, SLOPE_SD, RESIDUAL_SD = 3.0, 0.5, 0.2, 0.15, 0.2
 CURVE_LENGTH, START_LENGTH, SLOPE_LENGTH, RESIDUAL_LENGTH = 2.0, 1.5, 1.5, 0.7
 CELL_SD = 0.01  # noise of the log of a cell's mean, at least
 STEP_SD, STEP_SD_RANGE, STEP_SD_REPORTS = 0.1, (0.02, 0.4), 8.0  # of one step; its prior's weight
+CAUGHT_UP_SHARE = 0.8  # of rows, that draft in steps which teach what drafting costs
 _MOST = 1e40  # that a sum of ours can be
 KV_PRIOR_STEPS = 20.0  # weight of "KV costs nothing", in steps of the usual spread
 
@@ -97,6 +98,11 @@ def sums(
     steps = outcome.num_timed_steps
     if not steps or not outcome.num_timed_rows:
         return {}
+    if gamma and outcome.num_catch_up_tokens:
+        # While rows catch up, only some of them draft, and a step costs less than it will.
+        rows = outcome.num_steps * context.batch_size
+        if not outcome.reached or outcome.reached[0] < CAUGHT_UP_SHARE * rows:
+            return {}
     batch, kv = outcome.num_timed_rows / steps, float(context.num_kv_tokens)
     values = (
         float(steps),

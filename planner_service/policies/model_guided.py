@@ -28,18 +28,18 @@ from planner_service.estimates.model import GRID, Model, sums
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Session
 from planner_service.sums import Stats, observe
-from planner_service.switching import predict_us
+from planner_service.switching import predict_us, step_cost
 
 NAME = "model_guided"
-HOLD_STEPS = 16
-UNSURE_HOLD_STEPS = 4  # while experiments are worth making
+HOLD_STEPS, IDLE_HOLD_STEPS = 16, 8
+UNSURE_STEPS = 4  # while experiments are worth making
 EXPERIMENT_STEPS, PROBE_STEPS, SECOND_PROBE_STEPS, SECOND_PROBE_AFTER = 2, 1, 4, 8
 DOUBT_SHARE = 0.02  # of decisions, to trials that the model sees no reason for
 MARGIN = 0.02  # of the rate, that an experiment must promise
 OPTIMISM_SDS = 1.5
 # At gamma 0 a probe must be able to pay if acceptance is as good as this.
 GOOD_TOKENS = tuple(sum(0.9**i for i in range(gamma + 1)) for gamma in range(MAX_GAMMA + 1))
-MAX_PROBE_TOKENS = 1024  # that a step catches up, at most, in the workers' default
+MAX_STEP_TOKENS = 1024  # that a step catches up, at most, in the workers' default
 MAX_PROBE_INTERVAL = 1000.0
 FIRST_ON_STEPS, MAX_ON_STEPS = 64.0, 4096.0
 _MOST = 1e9
@@ -54,6 +54,11 @@ class Memory(NamedTuple):
     # speculated: a switch that seems dear would then keep itself from ever being made.
     on_steps: float = 0.0
     on_runs: float = 0.0
+    # What was drawn last, and steps for which it still holds: in whatever bucket, since a batch
+    # at a bucket's edge would otherwise end a trial, and draw another, at every step.
+    left: float = 0.0
+    trial: float = -1.0  # gamma; -1: the best one
+    propensity: float = 1.0
 
     @property
     def on_length(self) -> float:
@@ -62,16 +67,32 @@ class Memory(NamedTuple):
 
     def after(self, num_steps: int, gamma: int) -> Memory:
         """Once steps ran with a gamma."""
-        since_draft = min(self.since_draft + num_steps, _MOST) if gamma == 0 else 0.0
-        if not self.favoured:
-            return self._replace(since_draft=since_draft)
         kept = 1.0 if self.on_steps < MAX_ON_STEPS else 0.5
-        return Memory(since_draft, 1.0, kept * self.on_steps + num_steps, kept * self.on_runs)
+        return self._replace(
+            since_draft=min(self.since_draft + num_steps, _MOST) if gamma == 0 else 0.0,
+            on_steps=kept * self.on_steps + (num_steps if self.favoured else 0),
+            on_runs=kept * self.on_runs,
+            left=max(0.0, self.left - num_steps),
+        )
 
     def judged(self, favoured: bool) -> Memory:
         """Once it is known whether speculation is best now, switching apart."""
         begins = favoured and not self.favoured
         return self._replace(favoured=float(favoured), on_runs=self.on_runs + begins)
+
+    def drawn(
+        self,
+        trials: Sequence[int],
+        share: float,
+        rng: random.Random,
+        trial_steps: float,
+        other_steps: float,
+    ) -> Memory:
+        """With probability `share` one of the trials for some steps, else the best for others."""
+        if trials and rng.random() < share:
+            chosen = float(rng.choice(trials))
+            return self._replace(left=trial_steps, trial=chosen, propensity=share / len(trials))
+        return self._replace(left=other_steps, trial=-1.0, propensity=1 - share if trials else 1.0)
 
 
 class ModelGuided(Policy):
@@ -100,42 +121,66 @@ class ModelGuided(Policy):
         model.read(stats)
         largest = min(self._gamma_max, context.max_gamma)
         feasible = min(largest, context.feasible_max_gamma)
-        settled = self._rates(context, stats, 0.0)
+        settled = self._rates(context, stats)
         memory = memory.judged(max(settled[1 : feasible + 1], default=0.0) > settled[0])
         stale_us = _switching_us(context, stats)
         rates = self._rates(context, stats, stale_us / memory.on_length) if stale_us else settled
         best = max(range(largest + 1), key=rates.__getitem__)
         gamma = exploit = max(range(feasible + 1), key=rates.__getitem__)
-        off = session.previous_gamma == 0 or _stale_tokens(context) > 0
-        hold, explored, propensity = HOLD_STEPS, False, 1.0
-        if feasible > 0:
+        if memory.left == 0 and feasible > 0:
+            off = session.previous_gamma == 0 or _stale_tokens(context) > 0
             if off and exploit == 0:
-                trials, share, hold, trial_hold = self._probes(
-                    context, stats, memory, rates[: feasible + 1]
-                )
+                memory = self._probe(context, stats, memory, rates[: feasible + 1], rng)
             else:
-                trials = self._worth_trying(context, rates[: feasible + 1], exploit)
-                share, trial_hold = self._experiment_share, EXPERIMENT_STEPS
-                hold = UNSURE_HOLD_STEPS if trials else HOLD_STEPS
-                if not trials:
-                    trials = [other for other in range(feasible + 1) if other != exploit]
-                    share = min(share, DOUBT_SHARE)
-            if trials and share > 0:
-                explored, propensity = rng.random() < share, 1 - share
-                if explored:
-                    gamma, propensity, hold = rng.choice(trials), share / len(trials), trial_hold
+                memory = self._draw(context, memory, rates[: feasible + 1], exploit, rng)
+        explored = 0 <= memory.trial <= feasible
+        if explored:
+            gamma = int(memory.trial)
+        hold = min(HOLD_STEPS, math.ceil(memory.left)) or IDLE_HOLD_STEPS
         table = model.table(context.max_batch_size, largest)
-        choice = Choice(gamma, best, hold, explored, propensity, table, GRID)
+        choice = Choice(gamma, best, hold, explored, memory.propensity, table, GRID)
         return choice, Session(gamma, {0: memory})
 
-    def _rates(self, context: Context, stats: Stats, switching_us: float) -> list[float]:
-        """Tokens per microsecond and row, by gamma."""
+    def _draw(
+        self,
+        context: Context,
+        memory: Memory,
+        rates: Sequence[float],
+        best: int,
+        rng: random.Random,
+    ) -> Memory:
+        """The best gamma, or with a set probability one that may be better."""
+        trials = self._worth_trying(context, rates, best)
+        if trials:
+            return memory.drawn(trials, self._experiment_share, rng, EXPERIMENT_STEPS, UNSURE_STEPS)
+        # The model itself may be wrong.
+        trials = [gamma for gamma in range(len(rates)) if gamma != best]
+        share = min(self._experiment_share, DOUBT_SHARE)
+        return memory.drawn(trials, share, rng, EXPERIMENT_STEPS, HOLD_STEPS)
+
+    def _rates(
+        self,
+        context: Context,
+        stats: Stats,
+        switching_us: float = 0.0,
+        tokens: Sequence[float] = (),
+    ) -> list[float]:
+        """Tokens per microsecond and row by gamma, of `tokens` if given, else as estimated."""
         rows = max(1, context.batch_size)
-        prefill_us = rows * stats.draft_prefill_us_per_token
-        us = self._model.step_us(context)
+        model, cost = self._model, step_cost(stats)
+        prompt_tokens, prompt_share, drafting_share = model.workload
+        if cost is None:
+            prefill_us = rows * stats.draft_prefill_us_per_token
+        else:
+            # The draft computes prompts as it catches up; measured at gamma 0 too, unlike its
+            # prefill, which is mostly put off there and would make speculation look free.
+            prefill_us = rows * prompt_tokens * cost.per_token
+            switching_us += prompt_share * cost.fixed
+        us = model.step_us(context)
         rates = [1 / us[0]]
-        for tokens, step_us in zip(self._model.acceptance.tokens[1:], us[1:], strict=False):
-            rates.append(tokens / (step_us + switching_us + tokens * prefill_us))
+        for drafted, step_us in zip((tokens or model.acceptance.tokens)[1:], us[1:], strict=False):
+            emitted = 1 + drafting_share * (drafted - 1)
+            rates.append(emitted / (step_us + switching_us + emitted * prefill_us))
         return rates
 
     def _worth_trying(self, context: Context, rates: Sequence[float], best: int) -> list[int]:
@@ -149,30 +194,41 @@ class ModelGuided(Policy):
             if gamma != best and rate * high[gamma] / tokens[gamma] / factors[gamma] > needed
         ]
 
-    def _probes(
-        self, context: Context, stats: Stats, memory: Memory, rates: Sequence[float]
-    ) -> tuple[list[int], float, int, int]:
-        """What to try while plain decoding is best.
+    def _probe(
+        self,
+        context: Context,
+        stats: Stats,
+        memory: Memory,
+        rates: Sequence[float],
+        rng: random.Random,
+    ) -> Memory:
+        """Plain decoding, which is best, or a trial if one is due.
 
         Trying means to catch up, so it waits until that costs a small share of the time; but
         where the last probe went so well that speculation might pay, a longer one follows soon.
-
-        Returns:
-            Gammas, the probability of trying one, steps to wait if none is tried, and to try.
         """
         us = self._model.step_us(context)
-        drafting = range(1, len(rates))
+        stale_tokens, steps = _stale_tokens(context), PROBE_STEPS
+        feasible = len(rates)
         trials = self._worth_trying(context, rates, 0)
-        if not trials and any(GOOD_TOKENS[g] / us[g] > rates[0] for g in drafting):
+        if trials:
+            # What a gamma costs shows once all rows draft.
+            caught_up_a_step = max(MAX_STEP_TOKENS - context.batch_size, MAX_STEP_TOKENS // 4)
+            steps = EXPERIMENT_STEPS + math.ceil(stale_tokens / caught_up_a_step)
+        elif max(self._rates(context, stats, tokens=GOOD_TOKENS)[:feasible]) > rates[0]:
             trials = [1]
-        step_us = max(0.0, us[1] - us[0]) + _switching_us(context, stats, MAX_PROBE_TOKENS)
-        interval = min(step_us / (self._probe_cost * us[0]), MAX_PROBE_INTERVAL)
-        steps = PROBE_STEPS
-        lately = self._model.acceptance.tokens_lately
-        if any(lately[g] / us[g] > rates[0] * (1 + MARGIN) for g in drafting):
-            interval, steps = min(interval, SECOND_PROBE_AFTER), SECOND_PROBE_STEPS
-        left = interval - memory.since_draft
-        return trials, float(left <= 0), max(1, min(HOLD_STEPS, math.ceil(left))), steps
+        lately = self._rates(context, stats, tokens=self._model.acceptance.tokens_lately)
+        again = max(lately[:feasible]) > rates[0] * (1 + MARGIN)
+        if again:
+            steps = max(steps, SECOND_PROBE_STEPS)
+        caught_up_us = _switching_us(context, stats, steps * MAX_STEP_TOKENS)
+        cost_us = steps * max(0.0, us[1] - us[0]) + caught_up_us
+        interval = min(cost_us / (self._probe_cost * us[0]), MAX_PROBE_INTERVAL)
+        if again:
+            interval = min(interval, SECOND_PROBE_AFTER)
+        wait = interval - memory.since_draft
+        share = 1.0 if trials and wait <= 0 else 0.0
+        return memory.drawn(trials, share, rng, steps, max(1, min(HOLD_STEPS, math.ceil(wait))))
 
 
 def _switching_us(context: Context, stats: Stats, most_tokens: float = math.inf) -> float:
@@ -191,9 +247,13 @@ def _memory(session: Session) -> Memory:
     numbers = session.numbers.get(0)
     if numbers is None or len(numbers) != len(Memory._fields):
         return Memory()
-    if session.foreign and not all(0 <= number <= _MOST for number in numbers):
-        return Memory()
-    return Memory(*numbers)
+    memory = Memory(*numbers)
+    if session.foreign:
+        plain = min(memory._replace(trial=0.0)) >= 0 and max(memory) <= _MOST
+        trial = memory.trial == int(memory.trial) >= -1
+        if not (plain and trial and 0 < memory.propensity <= 1):
+            return Memory()
+    return memory
 
 
 SPEC = PolicySpec(

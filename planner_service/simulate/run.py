@@ -227,7 +227,7 @@ def _result(scenario: Scenario, seed: int, worker: Worker) -> Result:
     arm_prefill_us = prefill_us(arm_tokens, truth, scenario.arrivals.lengths)
     best = best_gammas(arm_us, arm_tokens, arm_prefill_us)
     fresh_us = np.where(best > 0, np.array(columns["fresh_prefill_us"], float), 0.0)
-    other_us = catch_up_us + draft_prefill_us + np.array(columns["extra_draft_us"], float)
+    other_us = catch_up_us + draft_prefill_us + np.array(columns["extra_us"], float)
     return Result(
         scenario=scenario,
         seed=seed,

@@ -36,7 +36,7 @@ class StepRecord(NamedTuple):
     catch_up_us: float  # of tokens emitted at gamma 0
     draft_prefill_us: float
     fresh_prefill_us: float  # draft prefill of the rows that came since the last step
-    extra_draft_us: float  # of drafts that were not verified
+    extra_us: float  # beyond the table: drafts not verified, less what rows that drafted none spare
     num_catch_up_tokens: int
     sum_stale_tokens: int  # before the step
     # Tokens in the mean, where not every row drafted the step's gamma; -1: every row did.
@@ -101,11 +101,13 @@ class Worker:
         extra = min(word.num_extra_drafts, possible - wanted) if wanted and n > 1 else 0
         fresh_us = self.truth.catching_up_us(rows.num_fresh_tokens, rows.num_fresh_rows)
         rows.num_fresh_rows = rows.num_fresh_tokens = 0
-        gamma, caught, done = self._emit(wanted, extra)
+        gamma, caught, done, num_drafting = self._emit(wanted, extra)
         num_prefill = 0
         if intake.has_work:
             num_prefill = intake.compute(MAX_BATCHED_TOKENS - n * (gamma + 1))
         extra_us = self._draft[n] * extra if gamma else 0.0
+        if gamma and num_drafting < n:
+            extra_us -= self._spared_us(n, num_kv_tokens, gamma, num_drafting)
         step_us = self._step_us(n, num_kv_tokens, gamma) + extra_us
         step_us += self.truth.prefill_us_per_token * num_prefill
         catch_up_us, draft_prefill_us = self._catch_up_us(caught)
@@ -162,25 +164,39 @@ class Worker:
             )
         )
 
-    def _emit(self, wanted: int, extra: int) -> tuple[int, CatchUp, Verified]:
-        """Let the rows emit; returns the gamma that ran, 0 where every draft was behind."""
+    def _emit(self, wanted: int, extra: int) -> tuple[int, CatchUp, Verified, int]:
+        """Let the rows emit; returns the gamma that ran, 0 where every draft was behind.
+
+        Also what was caught up, what was verified, and how many rows drafted.
+        """
         rows = self.rows
         num_rows = len(rows.requests)
         if not wanted:
             rows.emit_one_each()
-            return 0, _NOTHING_CAUGHT_UP, _PLAIN
+            return 0, _NOTHING_CAUGHT_UP, _PLAIN, 0
         caught, ready = _NOTHING_CAUGHT_UP, None
         if rows.sum_stale:
             caught, ready = rows.catch_up(self._max_catchup_tokens)
         if ready is not None and not ready.any():
             rows.emit(np.zeros(num_rows, np.int64), ready)
-            return 0, caught, _PLAIN._replace(expected=float(num_rows))
+            return 0, caught, _PLAIN._replace(expected=float(num_rows)), 0
         if extra:
             done = verify_likeliest(rows, self._noise, wanted, extra, ready)
         else:
             done = verify(rows, self._noise, wanted, ready)
         rows.emit(done.by_row, ready)
-        return wanted, caught, done
+        return wanted, caught, done, num_rows if ready is None else int(np.count_nonzero(ready))
+
+    def _spared_us(self, num_rows: int, num_kv_tokens: int, gamma: int, num_drafting: int) -> float:
+        """What a step costs less because only some of its rows draft: a ragged step pays tokens.
+
+        Verification falls with the drafts; each draft step is that of a smaller batch.
+        """
+        drafts_us = gamma * self._draft[num_rows]
+        plain_us = self._step_us(num_rows, num_kv_tokens, 0)
+        verify_us = self._step_us(num_rows, num_kv_tokens, gamma) - plain_us - drafts_us
+        spared_us = max(0.0, verify_us) * (1 - num_drafting / num_rows)
+        return spared_us + gamma * max(0.0, self._draft[num_rows] - self._draft[num_drafting])
 
     def _step_us(self, num_rows: int, num_kv_tokens: int, gamma: int) -> float:
         """One number of `CostTable.steps_us`."""

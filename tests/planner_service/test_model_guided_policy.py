@@ -193,15 +193,17 @@ def test_it_comes_back_from_gamma_0_when_drafts_begin_to_be_accepted() -> None:
 
 def test_a_foreign_memory_that_is_not_ours_counts_as_none() -> None:
     """Numbers out of range or too few are dropped; ours are kept."""
-    made = policy()
-    for numbers in ((), (1.0,), (-1.0, 0.0, 0.0, 0.0), (1e12, 0.0, 0.0, 0.0)):
+    made, ours = policy(), tuple(Memory(since_draft=3.0, on_steps=100.0, on_runs=2.0, left=5.0))
+    for numbers in (
+        (),
+        (1.0,),
+        (-1.0, *ours[1:]),
+        (1e12, *ours[1:]),
+        (*ours[:5], 0.5, 1.0),
+        (*ours[:6], 2.0),
+    ):
         session = Session(0, {0: numbers}, foreign=True)
         _, after = made.select(AT, known(0.1), session, random.Random(0))
         assert after.numbers[0][0] <= 1e9
-    kept = Session(0, {0: (3.0, 0.0, 100.0, 2.0)}, foreign=True)
-    assert made.select(AT, known(0.1), kept, random.Random(0))[1].numbers[0] == (
-        3.0,
-        0.0,
-        100.0,
-        2.0,
-    )
+    kept = Session(0, {0: ours}, foreign=True)
+    assert made.select(AT, known(0.1), kept, random.Random(0))[1].numbers[0] == ours
