@@ -134,6 +134,7 @@ class Outcome(NamedTuple):
     reached: tuple[int, ...] = ()  # by draft position
     accepted: tuple[int, ...] = ()
     num_catch_up_steps: int = 0  # steps that caught up tokens emitted at gamma 0
+    mixed_step_us: int = 0  # of the steps that are not timed, since they held prompt tokens
     propensity: float | None = None  # of the decision they ran under, where it is still known
 
     def check(self, field: str, gamma: int) -> None:
@@ -155,6 +156,7 @@ class Outcome(NamedTuple):
             ("num_catch_up_tokens", self.num_catch_up_tokens, 0, MAX_SUM),
             ("draft_prefill_us", self.draft_prefill_us, 0, MAX_SUM),
             ("num_catch_up_steps", self.num_catch_up_steps, 0, self.num_steps),
+            ("mixed_step_us", self.mixed_step_us, 0, MAX_SUM if timed < self.num_steps else 0),
             ("num_timed_rows", rows, timed, timed * MAX_BATCH_SIZE),
             ("num_timed_emitted", self.num_timed_emitted, 0, most),
         ):

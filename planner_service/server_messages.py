@@ -87,6 +87,7 @@ def report(message: pb.StepReport, field: str, max_gamma: int, max_batch_size: i
         tuple(message.reached[: MAX_GAMMA + 1]),
         tuple(message.accepted[: MAX_GAMMA + 1]),
         message.num_catch_up_steps,
+        message.mixed_step_us,
     )
     outcome.check(field, message.gamma)
     check_text(f"{field}.decision_id", message.decision_id)

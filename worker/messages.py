@@ -222,6 +222,7 @@ class StepSums(msgspec.Struct, frozen=True, kw_only=True):
     catch_up_us: int
     num_catch_up_tokens: int
     num_catch_up_steps: int
+    mixed_step_us: int
     draft_prefill_us: int
     reached: tuple[int, ...]
     accepted: tuple[int, ...]

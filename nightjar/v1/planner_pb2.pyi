@@ -374,6 +374,7 @@ class StepReport(_message.Message):
     NUM_TIMED_ROWS_FIELD_NUMBER: _builtins.int
     DRAFT_PREFILL_US_FIELD_NUMBER: _builtins.int
     NUM_CATCH_UP_STEPS_FIELD_NUMBER: _builtins.int
+    MIXED_STEP_US_FIELD_NUMBER: _builtins.int
     gamma: _builtins.int
     """Gamma that ran."""
     decision_id: _builtins.str
@@ -400,6 +401,10 @@ class StepReport(_message.Message):
     """Time spent by the draft on prompt tokens, charged to gamma above 0, in microseconds."""
     num_catch_up_steps: _builtins.int
     """Steps that caught up such tokens."""
+    mixed_step_us: _builtins.int
+    """Duration of the steps that held prompt tokens, less their catch-up, in
+    microseconds: for policies that can tell the prompt's part from the rest.
+    """
     @_builtins.property
     def context(self) -> Global___Context:
         """Context of the last of the steps."""
@@ -431,10 +436,11 @@ class StepReport(_message.Message):
         num_timed_rows: _builtins.int = ...,
         draft_prefill_us: _builtins.int = ...,
         num_catch_up_steps: _builtins.int = ...,
+        mixed_step_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "catch_up_us", b"catch_up_us", "context", b"context", "decision_id", b"decision_id", "draft_prefill_us", b"draft_prefill_us", "gamma", b"gamma", "num_catch_up_steps", b"num_catch_up_steps", "num_catch_up_tokens", b"num_catch_up_tokens", "num_emitted", b"num_emitted", "num_prefill_tokens", b"num_prefill_tokens", "num_steps", b"num_steps", "num_timed_emitted", b"num_timed_emitted", "num_timed_rows", b"num_timed_rows", "num_timed_steps", b"num_timed_steps", "reached", b"reached", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "catch_up_us", b"catch_up_us", "context", b"context", "decision_id", b"decision_id", "draft_prefill_us", b"draft_prefill_us", "gamma", b"gamma", "mixed_step_us", b"mixed_step_us", "num_catch_up_steps", b"num_catch_up_steps", "num_catch_up_tokens", b"num_catch_up_tokens", "num_emitted", b"num_emitted", "num_prefill_tokens", b"num_prefill_tokens", "num_steps", b"num_steps", "num_timed_emitted", b"num_timed_emitted", "num_timed_rows", b"num_timed_rows", "num_timed_steps", b"num_timed_steps", "reached", b"reached", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

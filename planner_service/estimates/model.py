@@ -13,7 +13,14 @@ from nightjar.buckets import BucketGrid
 from planner_service.context import Context, Outcome
 from planner_service.estimates import acceptance, step_cost, workload
 from planner_service.estimates.acceptance import Acceptance
-from planner_service.estimates.step_cost import BATCH_EDGES, Cell, Floats, Spread, StepCost
+from planner_service.estimates.step_cost import (
+    BATCH_EDGES,
+    Cell,
+    Floats,
+    Spread,
+    StepCost,
+    cell_index,
+)
 from planner_service.estimates.workload import Workload
 from planner_service.own_sums import OwnSums
 from planner_service.sums import Stats
@@ -37,9 +44,12 @@ def sums(
     return found
 
 
-class _AtBatch(NamedTuple):
-    free_us: tuple[float, ...]  # by gamma, without KV reads
-    variance: Floats  # of log time, between gammas
+class _Times(NamedTuple):
+    """What a fit says of each bucket of batch sizes, by gamma."""
+
+    free_us: Floats  # [buckets, gammas], without KV reads
+    by_bucket: list[list[float]]  # the same
+    factors: list[list[list[float]]]  # [bucket][best gamma][gamma], see `Model.time_factors`
 
 
 class Model:
@@ -99,37 +109,36 @@ class Model:
     def step_us(self, context: Context) -> list[float]:
         """Expected microseconds of a step, by gamma."""
         kv_us = self.cost.us_per_kv_token * context.num_kv_tokens
-        return [free + kv_us for free in self._at_batch(context.batch_size).free_us]
+        free_us = self._times(context.max_batch_size).by_bucket[_bucket(context)]
+        return [free + kv_us for free in free_us]
 
-    def time_factors(self, batch_size: int, best: int) -> list[float]:
+    def time_factors(self, context: Context, best: int) -> list[float]:
         """By gamma, the factor by which its time may well be less, measured against `best`'s."""
-        variance = self._at_batch(batch_size).variance
-        own = variance[best, best]
-        return [
-            math.exp(-self._optimism_sds * math.sqrt(max(0.0, v[g] + own - 2 * v[best])))
-            for g, v in enumerate(variance.tolist())
-        ]
+        return self._times(context.max_batch_size).factors[_bucket(context)][best]
 
     def table(self, max_batch_size: int, largest: int) -> dict[int, tuple[int, int]]:
         """Best gamma of each bucket of `GRID` up to a batch size, as pairs for a decision."""
         # Rounded: a table holds for buckets that nobody asks about now, and takes time to build.
-        tokens = tuple([round(20 * value) / 20 for value in self.acceptance.tokens[: largest + 1]])
-        key = (max_batch_size, tokens)
+        coarse = tuple([round(16 * value) for value in self.acceptance.tokens[: largest + 1]])
+        key = (max_batch_size, coarse)
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) > 8:
                 self._tables.clear()
-            table = self._tables[key] = self._build_table(max_batch_size, tokens)
+            table = self._tables[key] = self._build_table(max_batch_size, coarse)
         return table
 
-    def _at_batch(self, batch_size: int) -> _AtBatch:
-        batch_size = max(1, batch_size)
-        known = self._by_batch.get(batch_size)
+    def _times(self, max_batch_size: int) -> _Times:
+        known = self._by_max_batch.get(max_batch_size)
         if known is None:
-            log_us = self.cost.log_us(np.array([float(batch_size)]), self._largest)[0]
-            variance = self.cost.covariance(float(batch_size), self._largest)
-            known = _AtBatch(tuple(np.exp(log_us).tolist()), variance)
-            self._by_batch[batch_size] = known
+            sizes = np.array(_sizes(max_batch_size))
+            free_us = np.exp(self.cost.log_us(sizes, self._largest))
+            variance = self.cost.covariance(sizes, self._largest)
+            own = np.einsum("bgg->bg", variance)
+            apart = own[:, :, None] + own[:, None, :] - 2 * variance
+            factors = np.exp(-self._optimism_sds * np.sqrt(np.maximum(apart, 0.0)))
+            known = _Times(free_us, free_us.tolist(), factors.tolist())
+            self._by_max_batch[max_batch_size] = known
         return known
 
     def _read_cells(self, own: Mapping[str, OwnSums]) -> bool:
@@ -162,14 +171,14 @@ class Model:
         for _, part in cells:
             spread = spread.plus(part)
         self.cost = StepCost([cell for cell, _ in cells], spread)
-        self._by_batch: dict[int, _AtBatch] = {}
-        self._tables: dict[tuple[int, tuple[float, ...]], dict[int, tuple[int, int]]] = {}
+        self._by_max_batch: dict[int, _Times] = {}
+        self._tables: dict[tuple[int, tuple[int, ...]], dict[int, tuple[int, int]]] = {}
 
     def _build_table(
         self, max_batch_size: int, tokens: Sequence[float]
     ) -> dict[int, tuple[int, int]]:
-        starts = np.array([edge for edge in BATCH_EDGES if edge <= max_batch_size], dtype=float)
-        free_us = np.exp(self.cost.log_us(starts, len(tokens) - 1))
+        free_us = self._times(max_batch_size).free_us[:, : len(tokens)]
+        starts = np.array(BATCH_EDGES[: len(free_us)], dtype=float)
         us = free_us[:, None, :] + (self.cost.us_per_kv_token * _KV_CENTRES)[None, :, None]
         best = (np.array(tokens) / us).argmax(axis=2)
         least, most = (starts[:, None] * n for n in _KV_PER_ROW)
@@ -181,6 +190,22 @@ class Model:
         return {
             bucket: (gamma, gamma) for bucket, gamma in zip(buckets.tolist(), gammas, strict=True)
         }
+
+
+def _bucket(context: Context) -> int:
+    """Index of a context's bucket of batch sizes, from 0."""
+    return max(0, cell_index(min(context.batch_size, context.max_batch_size)) - 1)
+
+
+@lru_cache(maxsize=16)
+def _sizes(max_batch_size: int) -> tuple[float, ...]:
+    """A batch size for each bucket: its middle, on a logarithmic scale."""
+    ends = [*BATCH_EDGES[1:], BATCH_EDGES[-1] + 1]
+    return tuple(
+        math.sqrt(start * min(end - 1, max_batch_size))
+        for start, end in zip(BATCH_EDGES, ends, strict=True)
+        if start <= max_batch_size
+    )
 
 
 @lru_cache(maxsize=16)

@@ -3,7 +3,8 @@
 The logarithm of the time without KV reads is a Gaussian process over (log batch size, gamma): a
 level, its change with the batch, what drafting costs at all, a slope in gamma, and a residual of
 each gamma that carries over to similar batch sizes alone (Rasmussen and Williams 2006, chapter
-2). KV tokens add a time each, from how step time moves with them inside cells of alike steps.
+2). KV and prompt tokens add a time each, from how step time moves with them inside cells of alike
+steps.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ Floats = npt.NDArray[np.float64]
 # Edges of cells over batch size, each about a quarter above the last.
 BATCH_EDGES = tuple(sorted({*range(1, 9)} | {round(2 ** (k / 3)) for k in range(9, 37)}))
 HALF_LIFE = 4000.0  # steps: machines change slowly
-# Of a cell, summed over steps: 1, us, batch, KV, KV^2, KV * us; over reports: us^2 / steps, 1.
-NUM_VALUES = 8
+# Of a cell, summed over steps: 1, us, batch, KV, KV^2, KV * us; over reports: us^2 / steps, 1; over
+# steps again: prompt tokens p, p^2, p * us, p * KV.
+NUM_VALUES = 12
 
 # Before anything is known: of log time, what the first draft adds, and each one.
 PRIOR_START, PRIOR_SLOPE = 0.15, 0.1
 LEVEL_SD, CURVE_SD, START_SD, SLOPE_SD, RESIDUAL_SD = 3.0, 0.5, 0.2, 0.15, 0.2
 # In log batch size.
 CURVE_LENGTH, START_LENGTH, SLOPE_LENGTH, RESIDUAL_LENGTH = 2.0, 1.5, 1.5, 0.7
+GRAIN = 0.01  # of the log of a cell's mean time, at least
 CELL_SD = 0.01  # noise of the log of a cell's mean, at least
 STEP_SD, STEP_SD_RANGE, STEP_SD_REPORTS = 0.1, (0.02, 0.4), 8.0  # of one step; its prior's weight
 CAUGHT_UP_SHARE = 0.8  # of rows, that draft in steps which teach what drafting costs
 _MOST = 1e40  # that a sum of ours can be
-KV_PRIOR_STEPS = 20.0  # weight of "KV costs nothing", in steps of the usual spread
+SLOPE_PRIOR_STEPS = 20.0  # weight of "tokens cost nothing", in steps of the usual spread
 
 
 class Cell(NamedTuple):
@@ -47,37 +50,61 @@ class Cell(NamedTuple):
     gamma: int
     log_us: float
     num_kv_tokens: float
+    num_prompt_tokens: float
     num_steps: float
 
 
 class Spread(NamedTuple):
-    """How steps of cells differ inside them; adds up over cells."""
+    """How steps of cells differ inside them: sums of squares and products; adds up over cells."""
 
     num_steps: float = 0.0
-    kv: float = 0.0  # sum of squares
-    kv_us: float = 0.0  # sum of products
-    relative: float = 0.0  # sum over reports of squares of log time, scaled to one step
+    kv: float = 0.0
+    kv_us: float = 0.0
+    prompt: float = 0.0
+    prompt_us: float = 0.0
+    prompt_kv: float = 0.0
+    us: float = 0.0  # over reports, scaled to one step: squares of time, and of its logarithm
+    relative: float = 0.0
     num_reports: float = 0.0  # less the one that gives the mean
 
     def plus(self, other: Spread) -> Spread:
         """Of both."""
         return Spread(*map(add, self, other))
 
-    @property
-    def us_per_kv_token(self) -> float:
-        """Microseconds that a KV token adds to a step, at least 0; rounded."""
-        if self.kv <= 0 or self.kv_us <= 0:
-            return 0.0
-        prior = KV_PRIOR_STEPS * self.kv / self.num_steps
-        return float(f"{self.kv_us / (self.kv + prior):.2g}")
+    def slopes(self) -> tuple[float, float]:
+        """Microseconds that a KV token and a prompt token add to a step; at least 0, rounded."""
+        shrink = 1 + SLOPE_PRIOR_STEPS / self.num_steps if self.num_steps > 0 else 1.0
+        kv, prompt = self.kv * shrink, self.prompt * shrink
+        determinant = kv * prompt - self.prompt_kv**2
+        if determinant > 1e-6 * kv * prompt > 0:
+            by_kv = (self.kv_us * prompt - self.prompt_us * self.prompt_kv) / determinant
+            by_prompt = (self.prompt_us * kv - self.kv_us * self.prompt_kv) / determinant
+            if by_kv >= 0 and by_prompt >= 0:
+                return _rounded(by_kv), _rounded(by_prompt)
+        by_kv = self.kv_us / kv if kv > 0 else 0.0
+        by_prompt = self.prompt_us / prompt if prompt > 0 else 0.0
+        return _rounded(max(0.0, by_kv)), _rounded(max(0.0, by_prompt))
 
     @property
     def step_sd(self) -> float:
         """Noise of the log of one step's time; rounded."""
+        by_kv, by_prompt = self.slopes()
+        explained = by_kv * self.kv_us + by_prompt * self.prompt_us
+        noise = max(0.0, 1 - explained / self.us) if self.us > 0 else 1.0
         weight = self.num_reports + STEP_SD_REPORTS
-        variance = (self.relative + STEP_SD_REPORTS * STEP_SD**2) / weight
+        variance = (self.relative * noise + STEP_SD_REPORTS * STEP_SD**2) / weight
         low, high = STEP_SD_RANGE
         return float(f"{min(max(math.sqrt(variance), low), high):.1g}")
+
+
+def _rounded(value: float) -> float:
+    """To two digits."""
+    return float(f"{value:.2g}")
+
+
+def _coarse(value: float) -> float:
+    """To an eighth of an octave."""
+    return 2.0 ** (round(8 * math.log2(value)) / 8) if value > 0 else 0.0
 
 
 def cell_index(batch_size: int) -> int:
@@ -94,27 +121,34 @@ NAMES = tuple(
 def sums(
     policy: str, clock: float, context: Context, gamma: int, outcome: Outcome
 ) -> dict[str, OwnSums]:
-    """What timed steps add to their cell."""
-    steps = outcome.num_timed_steps
-    if not steps or not outcome.num_timed_rows:
+    """What steps add to their cell, those with prompt tokens too."""
+    steps, us = outcome.num_timed_steps, outcome.step_us
+    if outcome.mixed_step_us:
+        steps, us = outcome.num_steps, us + outcome.mixed_step_us
+    batch = context.batch_size
+    if not steps or not batch or not us:
         return {}
     if gamma and outcome.num_catch_up_tokens:
         # While rows catch up, only some of them draft, and a step costs less than it will.
-        rows = outcome.num_steps * context.batch_size
+        rows = outcome.num_steps * batch
         if not outcome.reached or outcome.reached[0] < CAUGHT_UP_SHARE * rows:
             return {}
-    batch, kv = outcome.num_timed_rows / steps, float(context.num_kv_tokens)
+    kv, prompt = float(context.num_kv_tokens), float(outcome.num_prefill_tokens)
     values = (
         float(steps),
-        float(outcome.step_us),
-        float(outcome.num_timed_rows),
+        float(us),
+        float(batch * steps),
         kv * steps,
         kv * kv * steps,
-        kv * outcome.step_us,
-        outcome.step_us**2 / steps,
+        kv * us,
+        us * us / steps,
         1.0,
+        prompt,
+        prompt * prompt / steps,
+        prompt * us / steps,
+        prompt * kv,
     )
-    name = NAMES[cell_index(max(1, round(batch)))][gamma]
+    name = NAMES[cell_index(batch)][gamma]
     return {f"{policy}/{name}": OwnSums(values, HALF_LIFE, clock)}
 
 
@@ -123,13 +157,14 @@ class StepCost:
 
     def __init__(self, cells: Sequence[Cell], spread: Spread) -> None:
         """Fit; without any cell only the prior is left."""
-        self.us_per_kv_token = spread.us_per_kv_token
+        self.us_per_kv_token, self.us_per_prompt_token = slopes = spread.slopes()
         self._log_batch = np.array([cell.log_batch for cell in cells])
         self._gamma = np.array([float(cell.gamma) for cell in cells])
-        y = np.array([_log_free_us(cell, self.us_per_kv_token) for cell in cells])
+        y = np.array([_log_free_us(cell, *slopes) for cell in cells])
         y -= _prior(self._gamma)
         self._mean = float(y.mean()) if cells else 0.0
-        noise = [spread.step_sd**2 / cell.num_steps + CELL_SD**2 for cell in cells]
+        variance = spread.step_sd**2
+        noise = [variance / cell.num_steps + CELL_SD**2 for cell in cells]
         covariance = _kernel(self._log_batch, self._gamma, self._log_batch, self._gamma)
         self._inverse = np.linalg.inv(covariance + np.diag(noise))
         self._weights = self._inverse @ (y - self._mean)
@@ -147,18 +182,25 @@ class StepCost:
         mean: Floats = self._mean + _prior(gammas) + k @ self._weights
         return mean.reshape(len(batch_sizes), largest + 1)
 
-    def covariance(self, batch_size: float, largest: int) -> Floats:
-        """Covariance of `log_us` between the gammas of one batch size."""
-        gammas = np.arange(largest + 1.0)
-        at = np.full(largest + 1, math.log(batch_size))
+    def covariance(self, batch_sizes: Floats, largest: int) -> Floats:
+        """Covariances of `log_us` between the gammas of a batch size, [n, gammas, gammas]."""
+        num_gammas = largest + 1
+        gammas = np.tile(np.arange(float(num_gammas)), len(batch_sizes))
+        at = np.repeat(np.log(batch_sizes), num_gammas)
         k = _kernel(at, gammas, self._log_batch, self._gamma)
-        covariance: Floats = _kernel(at, gammas, at, gammas) - k @ self._inverse @ k.T
+        blocks = k.reshape(len(batch_sizes), num_gammas, len(self._gamma))
+        solved = (k @ self._inverse).reshape(blocks.shape)
+        # Between gammas of one batch size the kernel does not depend on it.
+        some = np.zeros(num_gammas)
+        prior = _kernel(some, gammas[:num_gammas], some, gammas[:num_gammas])
+        covariance: Floats = prior - solved @ blocks.transpose(0, 2, 1)
         return covariance
 
 
-def _log_free_us(cell: Cell, us_per_kv_token: float) -> float:
+def _log_free_us(cell: Cell, us_per_kv_token: float, us_per_prompt_token: float) -> float:
     us = math.exp(cell.log_us)
-    return math.log(max(us - us_per_kv_token * cell.num_kv_tokens, 0.2 * us))
+    free = us - us_per_kv_token * cell.num_kv_tokens - us_per_prompt_token * cell.num_prompt_tokens
+    return math.log(max(free, 0.2 * us))
 
 
 def _prior(gammas: Floats) -> Floats:
@@ -189,23 +231,35 @@ def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
         or not -_MOST < min(found.values) <= max(found.values) < _MOST
     ):
         return None
-    steps, us, rows, kv, kv2, kv_us, us2, reports = found.values
+    steps, us, rows, kv, kv2, kv_us, us2, reports, prompt, prompt2, prompt_us, prompt_kv = (
+        found.values
+    )
     if not steps > 0.01:
         return None
-    batch, mean_us, mean_kv = rows / steps, us / steps, kv / steps
-    if not (0.5 <= batch <= MAX_BATCH_SIZE and 1e-3 < mean_us < 1e12 and 0 <= mean_kv < 1e12):
+    batch, mean_us, mean_kv, mean_prompt = rows / steps, us / steps, kv / steps, prompt / steps
+    if not (0.5 <= batch <= MAX_BATCH_SIZE and 1e-3 < mean_us < 1e12):
         return None
+    if not (0 <= mean_kv < 1e12 and 0 <= mean_prompt < 1e12):
+        return None
+    # Rounded by what chance leaves uncertain, so that fits follow knowledge, not noise.
+    num_steps = 2.0 ** round(math.log2(steps))
+    grain = max(GRAIN, 2.0 ** math.floor(math.log2(STEP_SD / math.sqrt(num_steps))))
     cell = Cell(
-        round(math.log(batch), 2),
+        round(math.log(batch), 1 + (batch > 3)),
         gamma,
-        round(math.log(mean_us), 2),
-        float(f"{mean_kv:.2g}"),
-        2.0 ** round(math.log2(steps)),
+        round(math.log(mean_us) / grain) * grain,
+        _coarse(mean_kv),
+        _coarse(mean_prompt),
+        num_steps,
     )
     spread = Spread(
         steps,
         max(0.0, kv2 - kv * mean_kv),
         kv_us - us * mean_kv,
+        max(0.0, prompt2 - prompt * mean_prompt),
+        prompt_us - us * mean_prompt,
+        prompt_kv - prompt * mean_kv,
+        max(0.0, us2 - us * mean_us),
         max(0.0, us2 - us * mean_us) / mean_us**2,
         max(0.0, reports - 1),
     )

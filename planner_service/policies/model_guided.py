@@ -185,7 +185,7 @@ class ModelGuided(Policy):
 
     def _worth_trying(self, context: Context, rates: Sequence[float], best: int) -> list[int]:
         """Gammas whose rate may well exceed the best one's."""
-        factors = self._model.time_factors(context.batch_size, best)
+        factors = self._model.time_factors(context, best)
         tokens, high, _ = self._model.acceptance
         needed = rates[best] * (1 + MARGIN)
         return [

@@ -77,8 +77,8 @@ class _Sums:
 
     def __init__(self) -> None:
         self.context = Context(0)
-        # num_steps to draft_prefill_us of `Outcome`, then num_catch_up_steps
-        self.numbers = [0] * 11
+        # num_steps to draft_prefill_us of `Outcome`, then num_catch_up_steps and mixed_step_us
+        self.numbers = [0] * 12
         self.reached = [0] * MAX_GAMMA
         self.accepted = [0] * MAX_GAMMA
 
@@ -86,7 +86,9 @@ class _Sums:
         context, n = step.context, self.numbers
         self.context = context
         n[0] += 1
-        if context.num_prefill_tokens == 0 and context.feasible_max_gamma > 0:
+        if context.num_prefill_tokens and context.feasible_max_gamma > 0:
+            n[11] += step.step_us
+        elif context.feasible_max_gamma > 0:
             n[1] += 1
             n[2] += step.step_us
             n[3] += step.num_emitted
@@ -107,7 +109,7 @@ class _Sums:
         num = next((i for i, count in enumerate(self.reached) if not count), MAX_GAMMA)
         reached, accepted = tuple(self.reached[:num]), tuple(self.accepted[:num])
         return Outcome(
-            n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], reached, accepted, n[10]
+            n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], reached, accepted, *n[10:]
         )
 
 

@@ -127,11 +127,29 @@ def test_kv_tokens_cost_what_steps_of_one_cell_say() -> None:
         assert model.step_us(Context(8, kv))[0] == pytest.approx(5000 + 0.01 * kv, rel=0.03)
 
 
+def test_steps_with_prompt_tokens_teach_too() -> None:
+    """Where every step holds some, at 20 us each, the step of 5 ms is told apart all the same."""
+    model, stats = Model("p", 1, optimism_sds=1.0), NOTHING
+    for prompt in (100, 400, 50, 800, 0) * 3:
+        outcome = Outcome(
+            10,
+            num_emitted=80,
+            num_prefill_tokens=10 * prompt,
+            mixed_step_us=10 * (5000 + 20 * prompt),
+        )
+        learned = observe(Context(8), 0, outcome)
+        own = sums("p", stats, Context(8), 0, outcome)
+        stats = stats.plus(learned._replace(own=own))
+    model.read(stats)
+    assert model.cost.us_per_prompt_token == pytest.approx(20, rel=0.15)
+    assert model.step_us(Context(8))[0] == pytest.approx(5000, rel=0.15)
+
+
 def test_doubt_is_against_the_best_gamma_and_shrinks_with_steps() -> None:
     """A gamma that ran here is known; one that ran at a far batch size is not."""
     model = Model("p", 2, optimism_sds=1.0)
     cells(model, [(8, 0, 0, 5000), (8, 1, 0, 6000), (200, 2, 0, 9000)])
-    factors = model.time_factors(8, 0)
+    factors = model.time_factors(Context(8), 0)
     assert factors[0] == 1.0
     assert factors[1] > 0.97
     assert factors[2] < 0.9
@@ -168,7 +186,7 @@ def test_reading_other_sums_forgets_the_ones_before() -> None:
 def test_torn_cells_are_left_out() -> None:
     """Foreign vectors of any shape leave every estimate a finite number."""
     name = f"p/{step_cost.NAMES[3][1]}"
-    for values in ((1.0,), (0.0,) * 8, (-1.0,) * 8, (1.0, -5.0, 1, 0, 0, 0, 0, 0), (1e-9,) * 8):
+    for values in ((1.0,), (0.0,) * 12, (-1.0,) * 12, (1.0, -5.0, *(0.0,) * 10), (1e-9,) * 12):
         model = Model("p", 2, optimism_sds=1.0)
         model.read(Stats(own={name: OwnSums(values, 4000.0, 0.0)}))
         assert all(math.isfinite(us) and us > 0 for us in model.step_us(Context(3)))

@@ -82,6 +82,7 @@ def outcome(rng: random.Random) -> Outcome:
         tuple(reached),
         tuple([rng.randint(0, n) for n in reached]),
         rng.randint(0, steps),
+        some(10**6) if timed < steps else 0,
         rng.choice([None, 1.0, 1e-300, 1 - rng.random()]),
     )
     made.check("outcome", MAX_GAMMA)

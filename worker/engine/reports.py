@@ -25,6 +25,7 @@ class _Sums:
     catch_up_us: int = 0
     num_catch_up_tokens: int = 0
     num_catch_up_steps: int = 0
+    mixed_step_us: int = 0
     draft_prefill_us: int = 0
     reached: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -62,7 +63,9 @@ class ReportSums:
         sums.draft_prefill_us += done.draft_prefill_us
         _add(sums.reached, done.reached)
         _add(sums.accepted, done.accepted)
-        if teaches and context.num_prefill_tokens == 0:
+        if teaches and context.num_prefill_tokens:
+            sums.mixed_step_us += done.step_us
+        elif teaches:
             sums.num_timed_steps += 1
             sums.step_us += done.step_us
             sums.num_timed_emitted += done.num_emitted
@@ -92,6 +95,7 @@ class ReportSums:
                 catch_up_us=sums.catch_up_us,
                 num_catch_up_tokens=sums.num_catch_up_tokens,
                 num_catch_up_steps=sums.num_catch_up_steps,
+                mixed_step_us=sums.mixed_step_us,
                 draft_prefill_us=sums.draft_prefill_us,
                 reached=tuple(sums.reached),
                 accepted=tuple(sums.accepted),

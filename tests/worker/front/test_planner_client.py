@@ -60,6 +60,7 @@ def sums(
         catch_up_us=num_steps,
         num_catch_up_tokens=num_steps,
         num_catch_up_steps=num_steps,
+        mixed_step_us=0,
         draft_prefill_us=0,
         reached=(2 * num_steps,),
         accepted=accepted,
