@@ -25,6 +25,7 @@ MERGE_INTERVAL_S = 2.0
 MAX_BACKOFF_S = 2.0
 LISTEN_AGAIN_S = 1.0
 CHANGE_TIMEOUT_S = 1.0
+CANCEL_AGAIN_S = 0.5
 LAST_FLUSH_TIMEOUT_S = 2.0
 MAX_PENDING_CHANGES = 64
 FIELDS_PER_TURN = 256
@@ -83,10 +84,14 @@ class Sync:
         next_book = next_merge = 0.0
         backoff = FLUSH_INTERVAL_S
         was_connected = self.connected
+        me = asyncio.current_task()
+        assert me is not None
         try:
-            while True:
+            # The store's client may swallow a cancellation that comes together with an answer.
+            while not me.cancelling():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), backoff)
+                    async with asyncio.timeout(backoff):
+                        await self._wake.wait()
                     next_book = 0.0
                 self._wake.clear()
                 if self.connected and not was_connected:
@@ -105,8 +110,9 @@ class Sync:
                     next_merge = self._clock() + MERGE_INTERVAL_S
                 backoff = FLUSH_INTERVAL_S if self.connected else min(2 * backoff, MAX_BACKOFF_S)
         finally:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
+            while not listener.done():
+                listener.cancel()
+                await asyncio.wait({listener}, timeout=CANCEL_AGAIN_S)
 
     async def finish(self) -> None:
         """Write what is left, for a short while, and close; `run` must have ended."""

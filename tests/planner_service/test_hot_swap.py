@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,12 @@ from planner_harness import Worker, comes_true, dialled, gamma_of, report
 from processes import Command
 
 from nightjar.v1 import planner_pb2 as pb
+from planner_service.ledger import Ledger
+from planner_service.planner import Planner
+from planner_service.policies import BUILT_IN
+from planner_service.store import RedisStore, connect
+from planner_service.sync import Sync
+from planner_service.versions import EVERYONE, Book
 
 NUM_STREAMS = 8
 
@@ -124,6 +132,30 @@ async def test_the_command_makes_canaries_with_a_floor_and_tells_the_history(sto
             assert shown[0]["floor"] == {"min_net_benefit": 0.0, "for_s": 0.3}
             status, out, _ = await run_policy("state", "--planner", address)
             assert "net benefit against plain decoding -" in out
+
+
+async def test_a_planner_that_is_told_of_a_swap_as_it_stops_still_stops(store: str) -> None:
+    """Whatever it is in the middle of, the end is not missed."""
+    planner = Planner(
+        registry=BUILT_IN,
+        ledger=Ledger(stored=True),
+        incarnation="i",
+        rng=random.Random(0),
+        clock=time.monotonic,
+    )
+    first = Book().activate("off", {}, EVERYONE, 0, "default")
+    sync = Sync(planner, RedisStore(connect(store), "i"), first=first, clock=time.monotonic)
+    await sync.start()
+    for num_turns in range(60):
+        running = asyncio.create_task(sync.run())
+        for _ in range(num_turns):
+            await asyncio.sleep(0.0005 if num_turns % 2 else 0)
+        sync.withdraw("9-none", "", 0)
+        await asyncio.sleep(0)
+        running.cancel()
+        done, _ = await asyncio.wait({running}, timeout=5)
+        assert done
+    await sync.finish()
 
 
 @pytest.mark.parametrize(
