@@ -146,7 +146,7 @@ async def test_a_planner_that_is_told_of_a_swap_as_it_stops_still_stops(store: s
     first = Book().activate("off", {}, EVERYONE, 0, "default")
     sync = Sync(planner, RedisStore(connect(store), "i"), first=first, clock=time.monotonic)
     await sync.start()
-    for num_turns in range(60):
+    for num_turns in range(40):
         running = asyncio.create_task(sync.run())
         for _ in range(num_turns):
             await asyncio.sleep(0.0005 if num_turns % 2 else 0)
