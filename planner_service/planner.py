@@ -157,7 +157,7 @@ class Planner(LiveVersions):
         """All that is known of a profile, with what is prior."""
         shared = self.ledger.total(profile.acceptance_key)
         prior_steps = self.ledger.prior_steps(profile.key)
-        return self.ledger.total(profile.key).with_prior(shared, prior_steps)
+        return self.ledger.total(profile.key).with_prior(shared, prior_steps, profile.key)
 
     def decide(self, stream: Stream, context: Context, returned: bytes = b"") -> Decision:
         """Choose for a context.

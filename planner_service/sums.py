@@ -74,6 +74,7 @@ class Stats(NamedTuple):
     prior_reached: tuple[float, ...] = ()  # on other profiles of the same two models
     prior_accepted: tuple[float, ...] = ()
     num_prior_steps: float = 0  # of totals.steps: known when this planner first read them
+    profile_key: str = ""  # whose sums these are, for memos; nothing may depend on it otherwise
 
     @property
     def catch_up_us_per_token(self) -> float:
@@ -124,13 +125,14 @@ class Stats(NamedTuple):
             self.prior_reached,
             self.prior_accepted,
             self.num_prior_steps,
+            self.profile_key,
         )
 
     def only_acceptance(self) -> Stats:
         """The part that belongs to the pair of models."""
         return Stats(reached=self.reached, accepted=self.accepted)
 
-    def with_prior(self, shared: Stats, num_prior_steps: float) -> Stats:
+    def with_prior(self, shared: Stats, num_prior_steps: float, profile_key: str = "") -> Stats:
         """This profile's sums, with what all profiles of the two models share less its own.
 
         The two were read at different moments, so the rest may come out below 0; it is cut.
@@ -141,7 +143,7 @@ class Stats(NamedTuple):
             reached = _beyond(shared.reached, self.reached)
             rest = _beyond(shared.accepted, self.accepted) + (0.0,) * len(reached)
             accepted = tuple(map(min, reached, rest))
-        return Stats(*self[:6], reached, accepted, num_prior_steps)
+        return Stats(*self[:6], reached, accepted, num_prior_steps, profile_key)
 
     def fields(self) -> dict[str, str]:
         """All sums that are not zero, by name, as text; `from_fields` is the inverse."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -17,11 +18,11 @@ from planner_service.own_sums import OwnSums
 
 HALF_LIVES = (8.0, 40.0, 200.0, 1000.0, 8000.0)  # rows, shortest first
 CONTRADICTION_SDS = 2.5
-NUM_COMPARED = 3  # positions in which windows are compared; later ones are seldom reached
+_VARIANCES = CONTRADICTION_SDS**2
+NUM_COMPARED = 2  # positions in which windows are compared; later ones are seldom reached
 PRIOR_ROWS = 6.0  # weight of a position's guess, in rows
 COLD_ROWS = 32.0  # below this many own rows other profiles' acceptance is the guess
 FIRST_GUESS = 0.6
-_NAMES = tuple(f"acceptance/{half_life:g}" for half_life in HALF_LIVES)
 
 
 class Acceptance(NamedTuple):
@@ -29,7 +30,6 @@ class Acceptance(NamedTuple):
 
     tokens: tuple[float, ...]
     tokens_high: tuple[float, ...]  # as it may well be
-    tokens_lately: tuple[float, ...]  # going by the last few rows alone
 
 
 def sums(policy: str, num_rows: float, outcome: Outcome) -> dict[str, OwnSums]:
@@ -44,13 +44,17 @@ def sums(policy: str, num_rows: float, outcome: Outcome) -> dict[str, OwnSums]:
         return {}
     rows = outcome.reached[0]
     values = list(chain.from_iterable(zip(outcome.reached, outcome.accepted, strict=True)))
-    return {
-        f"{policy}/{name}": OwnSums(
-            tuple([value * kept for value in values]), half_life, num_rows + rows
-        )
-        for name, half_life in zip(_NAMES, HALF_LIVES, strict=True)
-        for kept in (_kept(rows, half_life),)
-    }
+    found = {}
+    for name, half_life in _names(policy):
+        kept = _kept(rows, half_life)
+        counted = tuple([value * kept for value in values])
+        found[name] = OwnSums(counted, half_life, num_rows + rows)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _names(policy: str) -> tuple[tuple[str, float], ...]:
+    return tuple((f"{policy}/acceptance/{half_life:g}", half_life) for half_life in HALF_LIVES)
 
 
 def _kept(rows: float, half_life: float) -> float:
@@ -61,7 +65,7 @@ def _kept(rows: float, half_life: float) -> float:
 
 def counts(policy: str, own: Mapping[str, OwnSums]) -> tuple[OwnSums | None, ...]:
     """A policy's counts, shortest half-life first."""
-    return tuple([own.get(f"{policy}/{name}") for name in _NAMES])
+    return tuple([own.get(name) for name, _ in _names(policy)])
 
 
 def estimate(
@@ -76,7 +80,7 @@ def estimate(
     windows = [window.values for window in found if window is not None and _sane(window.values)]
     counts = _steadiest(windows) if windows else ()
     cold = not counts or counts[0] < COLD_ROWS
-    guess = guess_lately = FIRST_GUESS
+    guess = FIRST_GUESS
     tokens, high = [1.0], [1.0]
     prefix = prefix_high = 1.0
     for i in range(largest):
@@ -92,12 +96,21 @@ def estimate(
         tokens.append(tokens[-1] + prefix)
         high.append(high[-1] + prefix_high)
         guess = rate
-        if i == 0:
-            guess_lately = rate
-    reached, accepted = windows[0][:2] if windows else (0.0, 0.0)
-    rate = min((accepted + guess_lately) / (reached + 1), 1.0)
-    lately = accumulate([rate**i for i in range(largest + 1)])
-    return Acceptance(tuple(tokens), tuple(high), tuple(lately))
+    return Acceptance(tuple(tokens), tuple(high))
+
+
+def lately(found: Sequence[OwnSums | None], usual: float, largest: int) -> tuple[float, ...]:
+    """Mean tokens by gamma, going by the first draft of the last few rows alone.
+
+    Args:
+        found: A policy's counts.
+        usual: Rate that a row more is taken to have.
+        largest: Largest gamma.
+    """
+    last = found[0] if found else None
+    reached, accepted = last.values[:2] if last and _sane(last.values) else (0.0, 0.0)
+    rate = min((accepted + usual) / (reached + 1), 1.0)
+    return tuple(accumulate([rate**i for i in range(largest + 1)]))
 
 
 def _sane(values: tuple[float, ...]) -> bool:
@@ -107,11 +120,11 @@ def _sane(values: tuple[float, ...]) -> bool:
 
 def _steadiest(windows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     chosen = windows[0]
-    shorter: list[tuple[float, ...]] = []
-    for longer in windows[1:]:
-        shorter.append(chosen)
-        if any(_contradict(short, longer) for short in shorter):
-            return chosen
+    for number in range(1, len(windows)):
+        longer = windows[number]
+        for shorter in windows[:number]:
+            if _contradict(shorter, longer):
+                return chosen
         chosen = longer
     return chosen
 
@@ -122,8 +135,9 @@ def _contradict(short: tuple[float, ...], long: tuple[float, ...]) -> bool:
         n, m = short[i], long[i]
         if n < 4 or m < n:  # no later position was reached more often
             return False
-        p, q = short[i + 1] / n, long[i + 1] / m
-        variance = max(q * (1 - q), 0.02) * (1 / n + 1 / m)
-        if (p - q) ** 2 > CONTRADICTION_SDS**2 * variance:
+        q = long[i + 1] / m
+        variance = q - q * q if 0.02 < q < 0.98 else 0.02
+        apart = short[i + 1] / n - q
+        if apart * apart > _VARIANCES * variance * (1 / n + 1 / m):
             return True
     return False

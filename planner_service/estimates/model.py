@@ -72,8 +72,13 @@ class Model:
         self._optimism_sds = optimism_sds
         self._own: Mapping[str, OwnSums] = _NO_OWN
         self._sums: dict[str, OwnSums] = {}
+        self._num_own = 0
         self._cells: dict[str, tuple[Cell, Spread]] = {}
-        self._counts: object = None
+        self._counts: tuple[Sequence[OwnSums | None], Sequence[float], Sequence[float]] = (
+            (),
+            (),
+            (),
+        )
         self.acceptance = self._estimate((), (), ())
         self.workload = Workload()
         self._fit()
@@ -105,6 +110,10 @@ class Model:
             largest=self._largest,
             optimism_sds=self._optimism_sds,
         )
+
+    def tokens_lately(self) -> tuple[float, ...]:
+        """Mean tokens by gamma, going by the last few rows alone."""
+        return acceptance.lately(self._counts[0], self.acceptance.tokens[1] - 1, self._largest)
 
     def step_us(self, context: Context) -> list[float]:
         """Expected microseconds of a step, by gamma."""
@@ -143,27 +152,24 @@ class Model:
 
     def _read_cells(self, own: Mapping[str, OwnSums]) -> bool:
         """Whether a cell's rounded values have changed."""
-        changed, read_before, gammas, num_cells = False, self._sums, self._gammas, 0
-        for name, found in own.items():
-            if read_before.get(name) is found:
-                num_cells += 1
-                continue
-            if (gamma := gammas.get(name)) is None:
-                continue
-            num_cells += 1
-            read_before[name] = found
-            cell = step_cost.read_cell(gamma, found)
-            before = self._cells.get(name)
-            if cell is None:
-                changed = self._cells.pop(name, None) is not None or changed
+        known, names = self._sums, self._gammas
+        news = [name for name, found in known.items() if own.get(name) is not found]
+        if len(own) != self._num_own:
+            self._num_own = len(own)
+            news += [name for name in own if name in names and name not in known]
+        changed = False
+        for name in news:
+            before, found = self._cells.pop(name, None), own.get(name)
+            if found is None:  # sums of another profile
+                del known[name]
+                self._num_own = -1  # so that names which took the place of others are seen
             else:
+                known[name] = found
+            cell = step_cost.read_cell(names[name], found) if found is not None else None
+            if cell is not None:
                 self._cells[name] = cell
-                changed = changed or before is None or before[0] != cell[0]
-        if num_cells < len(read_before):  # other sums than before: those of another profile
-            for name in read_before.keys() - own.keys():
-                del read_before[name]
-                changed = self._cells.pop(name, None) is not None or changed
-        return changed
+            changed = changed or (cell and cell[0]) != (before and before[0])
+        return self._read_cells(own) or changed if self._num_own < 0 else changed
 
     def _fit(self) -> None:
         cells = list(self._cells.values())

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.estimates.goodput import Goodput
 from planner_service.estimates.model import GRID, Model, sums
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Session
 from planner_service.sums import Stats, observe
-from planner_service.switching import predict_us, step_cost
 
 NAME = "model_guided"
 HOLD_STEPS, IDLE_HOLD_STEPS = 16, 8
@@ -42,6 +43,7 @@ GOOD_TOKENS = tuple(sum(0.9**i for i in range(gamma + 1)) for gamma in range(MAX
 MAX_STEP_TOKENS = 1024  # that a step catches up, at most, in the workers' default
 MAX_PROBE_INTERVAL = 1000.0
 FIRST_ON_STEPS, MAX_ON_STEPS = 64.0, 4096.0
+MAX_MODELS = 64
 _MOST = 1e9
 
 
@@ -75,11 +77,6 @@ class Memory(NamedTuple):
             left=max(0.0, self.left - num_steps),
         )
 
-    def judged(self, favoured: bool) -> Memory:
-        """Once it is known whether speculation is best now, switching apart."""
-        begins = favoured and not self.favoured
-        return self._replace(favoured=float(favoured), on_runs=self.on_runs + begins)
-
     def drawn(
         self,
         trials: Sequence[int],
@@ -102,7 +99,7 @@ class ModelGuided(Policy):
         self._gamma_max = gamma_max
         self._experiment_share = experiment_share
         self._probe_cost = probe_cost
-        self._model = Model(NAME, gamma_max, optimism_sds=OPTIMISM_SDS)
+        self._models: OrderedDict[str, Model] = OrderedDict()  # memos, by profile
 
     def update(self, stats: Stats, context: Context, gamma: int, outcome: Outcome) -> Stats:
         """Counts by position, and the time of the cell that ran."""
@@ -117,89 +114,63 @@ class ModelGuided(Policy):
     ) -> tuple[Choice, Session]:
         """The best gamma, an experiment, or a probe."""
         memory = _memory(session).after(sum(session.ran.values()), session.previous_gamma)
-        model = self._model
-        model.read(stats)
+        model = self._model(stats)
         largest = min(self._gamma_max, context.max_gamma)
         feasible = min(largest, context.feasible_max_gamma)
-        settled = self._rates(context, stats)
-        memory = memory.judged(max(settled[1 : feasible + 1], default=0.0) > settled[0])
-        stale_us = _switching_us(context, stats)
-        rates = self._rates(context, stats, stale_us / memory.on_length) if stale_us else settled
-        best = max(range(largest + 1), key=rates.__getitem__)
-        gamma = exploit = max(range(feasible + 1), key=rates.__getitem__)
+        goodput = Goodput(model, context, stats)
+        rates = goodput.rates()
+        favoured = float(feasible > 0 and max(rates[1 : feasible + 1]) > rates[0])
+        if favoured != memory.favoured:
+            memory = memory._replace(favoured=favoured, on_runs=memory.on_runs + favoured)
+        if stale := goodput.stale_tokens:
+            rates = goodput.rates(goodput.switching_us() / memory.on_length)
+        best = rates.index(max(rates[: largest + 1]))
+        del rates[feasible + 1 :]
+        exploit = best if best <= feasible else rates.index(max(rates))
         if memory.left == 0 and feasible > 0:
-            off = session.previous_gamma == 0 or _stale_tokens(context) > 0
-            if off and exploit == 0:
-                memory = self._probe(context, stats, memory, rates[: feasible + 1], rng)
+            if exploit == 0 and (stale or session.previous_gamma == 0):
+                memory = self._probe(goodput, memory, rates, context.batch_size, rng)
             else:
-                memory = self._draw(context, memory, rates[: feasible + 1], exploit, rng)
+                memory = self._draw(goodput, memory, rates, exploit, rng)
         explored = 0 <= memory.trial <= feasible
-        if explored:
-            gamma = int(memory.trial)
+        gamma = int(memory.trial) if explored else exploit
         hold = min(HOLD_STEPS, math.ceil(memory.left)) or IDLE_HOLD_STEPS
         table = model.table(context.max_batch_size, largest)
         choice = Choice(gamma, best, hold, explored, memory.propensity, table, GRID)
         return choice, Session(gamma, {0: memory})
 
+    def _model(self, stats: Stats) -> Model:
+        model = self._models.get(stats.profile_key)
+        if model is None:
+            model = Model(NAME, self._gamma_max, optimism_sds=OPTIMISM_SDS)
+            self._models[stats.profile_key] = model
+            if len(self._models) > MAX_MODELS:
+                self._models.popitem(last=False)
+        model.read(stats)
+        return model
+
     def _draw(
         self,
-        context: Context,
+        goodput: Goodput,
         memory: Memory,
         rates: Sequence[float],
         best: int,
         rng: random.Random,
     ) -> Memory:
         """The best gamma, or with a set probability one that may be better."""
-        trials = self._worth_trying(context, rates, best)
-        if trials:
-            return memory.drawn(trials, self._experiment_share, rng, EXPERIMENT_STEPS, UNSURE_STEPS)
+        share = self._experiment_share
+        if trials := goodput.worth_trying(rates, best, MARGIN):
+            return memory.drawn(trials, share, rng, EXPERIMENT_STEPS, UNSURE_STEPS)
         # The model itself may be wrong.
         trials = [gamma for gamma in range(len(rates)) if gamma != best]
-        share = min(self._experiment_share, DOUBT_SHARE)
-        return memory.drawn(trials, share, rng, EXPERIMENT_STEPS, HOLD_STEPS)
-
-    def _rates(
-        self,
-        context: Context,
-        stats: Stats,
-        switching_us: float = 0.0,
-        tokens: Sequence[float] = (),
-    ) -> list[float]:
-        """Tokens per microsecond and row by gamma, of `tokens` if given, else as estimated."""
-        rows = max(1, context.batch_size)
-        model, cost = self._model, step_cost(stats)
-        prompt_tokens, prompt_share, drafting_share = model.workload
-        if cost is None:
-            prefill_us = rows * stats.draft_prefill_us_per_token
-        else:
-            # The draft computes prompts as it catches up; measured at gamma 0 too, unlike its
-            # prefill, which is mostly put off there and would make speculation look free.
-            prefill_us = rows * prompt_tokens * cost.per_token
-            switching_us += prompt_share * cost.fixed
-        us = model.step_us(context)
-        rates = [1 / us[0]]
-        for drafted, step_us in zip((tokens or model.acceptance.tokens)[1:], us[1:], strict=False):
-            emitted = 1 + drafting_share * (drafted - 1)
-            rates.append(emitted / (step_us + switching_us + emitted * prefill_us))
-        return rates
-
-    def _worth_trying(self, context: Context, rates: Sequence[float], best: int) -> list[int]:
-        """Gammas whose rate may well exceed the best one's."""
-        factors = self._model.time_factors(context, best)
-        tokens, high, _ = self._model.acceptance
-        needed = rates[best] * (1 + MARGIN)
-        return [
-            gamma
-            for gamma, rate in enumerate(rates)
-            if gamma != best and rate * high[gamma] / tokens[gamma] / factors[gamma] > needed
-        ]
+        return memory.drawn(trials, min(share, DOUBT_SHARE), rng, EXPERIMENT_STEPS, HOLD_STEPS)
 
     def _probe(
         self,
-        context: Context,
-        stats: Stats,
+        goodput: Goodput,
         memory: Memory,
         rates: Sequence[float],
+        batch_size: int,
         rng: random.Random,
     ) -> Memory:
         """Plain decoding, which is best, or a trial if one is due.
@@ -207,39 +178,26 @@ class ModelGuided(Policy):
         Trying means to catch up, so it waits until that costs a small share of the time; but
         where the last probe went so well that speculation might pay, a longer one follows soon.
         """
-        us = self._model.step_us(context)
-        stale_tokens, steps = _stale_tokens(context), PROBE_STEPS
-        feasible = len(rates)
-        trials = self._worth_trying(context, rates, 0)
+        steps, num_gammas = PROBE_STEPS, len(rates)
+        trials = goodput.worth_trying(rates, 0, MARGIN)
         if trials:
             # What a gamma costs shows once all rows draft.
-            caught_up_a_step = max(MAX_STEP_TOKENS - context.batch_size, MAX_STEP_TOKENS // 4)
-            steps = EXPERIMENT_STEPS + math.ceil(stale_tokens / caught_up_a_step)
-        elif max(self._rates(context, stats, tokens=GOOD_TOKENS)[:feasible]) > rates[0]:
+            caught_up_a_step = max(MAX_STEP_TOKENS - batch_size, MAX_STEP_TOKENS // 4)
+            steps = EXPERIMENT_STEPS + math.ceil(goodput.stale_tokens / caught_up_a_step)
+        elif max(goodput.rates(tokens=GOOD_TOKENS)[:num_gammas]) > rates[0]:
             trials = [1]
-        lately = self._rates(context, stats, tokens=self._model.acceptance.tokens_lately)
-        again = max(lately[:feasible]) > rates[0] * (1 + MARGIN)
+        again = max(goodput.lately()[:num_gammas]) > rates[0] * (1 + MARGIN)
         if again:
             steps = max(steps, SECOND_PROBE_STEPS)
-        caught_up_us = _switching_us(context, stats, steps * MAX_STEP_TOKENS)
-        cost_us = steps * max(0.0, us[1] - us[0]) + caught_up_us
-        interval = min(cost_us / (self._probe_cost * us[0]), MAX_PROBE_INTERVAL)
+        plain_us, first_us = goodput.us[:2]
+        cost_us = steps * max(0.0, first_us - plain_us)
+        cost_us += goodput.switching_us(steps * MAX_STEP_TOKENS)
+        interval = min(cost_us / (self._probe_cost * plain_us), MAX_PROBE_INTERVAL)
         if again:
             interval = min(interval, SECOND_PROBE_AFTER)
         wait = interval - memory.since_draft
         share = 1.0 if trials and wait <= 0 else 0.0
         return memory.drawn(trials, share, rng, steps, max(1, min(HOLD_STEPS, math.ceil(wait))))
-
-
-def _switching_us(context: Context, stats: Stats, most_tokens: float = math.inf) -> float:
-    """Cost of the catch-up that drafting now would need."""
-    stale_tokens = min(_stale_tokens(context), most_tokens)
-    return predict_us(stats, stale_tokens, context.batch_size) if stale_tokens else 0.0
-
-
-def _stale_tokens(context: Context) -> int:
-    """Stale tokens beyond the one or two that a row lacks after any step."""
-    return max(0, context.sum_stale_tokens - 2 * context.batch_size)
 
 
 def _memory(session: Session) -> Memory:

@@ -113,9 +113,8 @@ def test_nothing_known_means_every_gamma_is_tried_soon() -> None:
 
 def test_one_step_at_a_gamma_teaches_the_shorter_ones() -> None:
     """Only gamma 2 ran; what gamma 1 yields is known from it: 1 + rate."""
-    made = policy()
-    made.select(AT, known(0.7, gammas=(2,)), Session(2), random.Random(0))
-    assert made._model.acceptance.tokens[1] == pytest.approx(1.7, rel=0.01)
+    made, stats = policy(), known(0.7, gammas=(2,))
+    assert made._model(stats).acceptance.tokens[1] == pytest.approx(1.7, rel=0.01)
 
 
 def test_catching_up_is_spread_over_the_steps_that_speculation_stays_on() -> None:
