@@ -23,6 +23,7 @@ from typing import NamedTuple, cast
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.policies.bins import Bin, bins_of
+from planner_service.policies.epsilon_greedy import nearest
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.policies.remembered import Remembered
 from planner_service.session import Session
@@ -31,6 +32,9 @@ from planner_service.switching import predict_us, table_us
 
 # Steps at which nothing can be speculated advance no bin; the worker need not ask at each.
 IDLE_HOLD_STEPS = 8
+# After it, a gamma without times has run, and always with prompt tokens, which teach no time: to
+# run it first for ever would settle on what is not known.
+LAST_FIRST_BLOCK = 6
 
 SWITCHING_US: dict[str, Callable[[Context, Stats], float]] = {
     "measured": lambda at, stats: predict_us(stats, at.sum_stale_tokens, at.batch_size),
@@ -89,7 +93,9 @@ class Nightjar(Policy):
             held = Bin.at(self._remembered.visits(stats, bucket), since)
         if held.arm < 0:
             exploit = best
-            if best > feasible:
+            if held.block > LAST_FIRST_BLOCK and len(arms) <= largest:
+                exploit = best = self._of_timed(arms, stats, bucket, prefill_us, switching_s)
+            if exploit > feasible:
                 exploit = self._best(arms, bucket * prefill_us, feasible, switching_s)
             held = held.draw(exploit, feasible, rng)
         bins[bucket] = held  # last in the dict: most recently decided
@@ -126,6 +132,19 @@ class Nightjar(Policy):
             if loss <= least:  # of equals the smallest gamma
                 best, least = gamma, loss
         return best
+
+    def _of_timed(
+        self, arms: Bucket, stats: Stats, bucket: int, prefill_us: float, switching_s: float
+    ) -> int:
+        """Gamma of least loss of those that were timed, here or at the nearest batch size."""
+        arms = arms or nearest(stats.buckets, bucket)
+        known = {gamma: arm for gamma, arm in arms.items() if gamma <= self._gamma_max}
+        losses = {
+            gamma: arm.seconds_per_token(self._estimator)
+            + (bucket * prefill_us / 1e6 + switching_s / gamma if gamma else 0.0)
+            for gamma, arm in known.items()
+        }
+        return min(losses, key=lambda gamma: (losses[gamma], gamma), default=0)
 
     def _table(
         self, stats: Stats, bins: dict[int, Bin], prefill_us: float, largest: int

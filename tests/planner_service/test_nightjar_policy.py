@@ -236,3 +236,17 @@ def test_the_largest_block_keeps_its_place() -> None:
     last = Bin(MAX_BLOCK, math.isqrt(2 ** (MAX_BLOCK - 1)) + 1)
     assert last.after(last.length).block == MAX_BLOCK
     assert Bin.at(2**62).block == MAX_BLOCK
+
+
+def test_a_batch_size_that_is_never_timed_goes_by_the_nearest() -> None:
+    """Steps with prompt tokens alone teach no time: after its first blocks nothing is forced."""
+    policy, at = made(gamma_max=2), Context(9, max_gamma=2)
+    near = {0: arm(0.01), 1: arm(0.007), 2: arm(0.008)}
+    stats = Stats(buckets={4: {0: arm(0.02), 2: arm(0.01)}, 8: near})
+    untried = {9: Bin(block=4, number=3)}
+    choice, _ = policy.select(at, stats, Session(0, untried), Scripted(chances=[0.99]))
+    assert choice.gamma == 2  # never ran: the largest first
+    for known, best in ((stats, 1), (NOTHING, 0)):
+        long_run = {9: Bin(block=9, number=3)}
+        choice, _ = policy.select(at, known, Session(0, long_run), Scripted(chances=[0.99]))
+        assert choice.gamma == best
