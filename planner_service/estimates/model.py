@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,7 +20,6 @@ from planner_service.estimates.step_cost import (
     Floats,
     Spread,
     StepCost,
-    cell_index,
 )
 from planner_service.estimates.workload import Workload
 from planner_service.own_sums import OwnSums
@@ -45,11 +45,11 @@ def sums(
 
 
 class _Times(NamedTuple):
-    """What a fit says of each bucket of batch sizes, by gamma."""
+    """What a fit says at some batch sizes, the nodes; between them it goes in a straight line."""
 
-    free_us: Floats  # [buckets, gammas], without KV reads
-    by_bucket: list[list[float]]  # the same
-    factors: list[list[list[float]]]  # [bucket][best gamma][gamma], see `Model.time_factors`
+    log_us: Floats  # [nodes, gammas], without KV reads
+    by_node: list[list[float]]  # the same
+    factors: list[list[list[float]]]  # [node][best gamma][gamma], see `Model.time_factors`
 
 
 class Model:
@@ -73,6 +73,7 @@ class Model:
         self._own: Mapping[str, OwnSums] = _NO_OWN
         self._sums: dict[str, OwnSums] = {}
         self._num_own = 0
+        self._last_table: dict[int, tuple[int, int]] = {}
         self._cells: dict[str, tuple[Cell, Spread]] = {}
         self._counts: tuple[Sequence[OwnSums | None], Sequence[float], Sequence[float]] = (
             (),
@@ -118,12 +119,19 @@ class Model:
     def step_us(self, context: Context) -> list[float]:
         """Expected microseconds of a step, by gamma."""
         kv_us = self.cost.us_per_kv_token * context.num_kv_tokens
-        free_us = self._times(context.max_batch_size).by_bucket[_bucket(context)]
-        return [free + kv_us for free in free_us]
+        node, share = _place(context.batch_size, context.max_batch_size)
+        by_node = self._times(context.max_batch_size).by_node
+        if not share:
+            return [math.exp(log_us) + kv_us for log_us in by_node[node]]
+        return [
+            math.exp(low + share * (high - low)) + kv_us
+            for low, high in zip(by_node[node], by_node[node + 1], strict=True)
+        ]
 
     def time_factors(self, context: Context, best: int) -> list[float]:
         """By gamma, the factor by which its time may well be less, measured against `best`'s."""
-        return self._times(context.max_batch_size).factors[_bucket(context)][best]
+        node, share = _place(context.batch_size, context.max_batch_size)
+        return self._times(context.max_batch_size).factors[node + round(share)][best]
 
     def table(self, max_batch_size: int, largest: int) -> dict[int, tuple[int, int]]:
         """Best gamma of each bucket of `GRID` up to a batch size, as pairs for a decision."""
@@ -134,19 +142,22 @@ class Model:
         if table is None:
             if len(self._tables) > 8:
                 self._tables.clear()
-            table = self._tables[key] = self._build_table(max_batch_size, coarse)
+            table = self._build_table(max_batch_size, coarse)
+            # An equal table stays the same object: it is checked and encoded once.
+            table = self._last_table if table == self._last_table else table
+            self._last_table = self._tables[key] = table
         return table
 
     def _times(self, max_batch_size: int) -> _Times:
         known = self._by_max_batch.get(max_batch_size)
         if known is None:
-            sizes = np.array(_sizes(max_batch_size))
-            free_us = np.exp(self.cost.log_us(sizes, self._largest))
+            sizes = np.array(_nodes(max_batch_size))
+            log_us = self.cost.log_us(sizes, self._largest)
             variance = self.cost.covariance(sizes, self._largest)
             own = np.einsum("bgg->bg", variance)
             apart = own[:, :, None] + own[:, None, :] - 2 * variance
             factors = np.exp(-self._optimism_sds * np.sqrt(np.maximum(apart, 0.0)))
-            known = _Times(free_us, free_us.tolist(), factors.tolist())
+            known = _Times(log_us, log_us.tolist(), factors.tolist())
             self._by_max_batch[max_batch_size] = known
         return known
 
@@ -183,8 +194,8 @@ class Model:
     def _build_table(
         self, max_batch_size: int, tokens: Sequence[float]
     ) -> dict[int, tuple[int, int]]:
-        free_us = self._times(max_batch_size).free_us[:, : len(tokens)]
-        starts = np.array(BATCH_EDGES[: len(free_us)], dtype=float)
+        starts = np.array([edge for edge in BATCH_EDGES if edge <= max_batch_size], dtype=float)
+        free_us = np.exp(self._times(max_batch_size).log_us[: len(starts), : len(tokens)])
         us = free_us[:, None, :] + (self.cost.us_per_kv_token * _KV_CENTRES)[None, :, None]
         best = (np.array(tokens) / us).argmax(axis=2)
         least, most = (starts[:, None] * n for n in _KV_PER_ROW)
@@ -198,20 +209,23 @@ class Model:
         }
 
 
-def _bucket(context: Context) -> int:
-    """Index of a context's bucket of batch sizes, from 0."""
-    return max(0, cell_index(min(context.batch_size, context.max_batch_size)) - 1)
-
-
 @lru_cache(maxsize=16)
-def _sizes(max_batch_size: int) -> tuple[float, ...]:
-    """A batch size for each bucket: its middle, on a logarithmic scale."""
-    ends = [*BATCH_EDGES[1:], BATCH_EDGES[-1] + 1]
-    return tuple(
-        math.sqrt(start * min(end - 1, max_batch_size))
-        for start, end in zip(BATCH_EDGES, ends, strict=True)
-        if start <= max_batch_size
-    )
+def _nodes(max_batch_size: int) -> tuple[float, ...]:
+    """Where each bucket of batch sizes begins, and the largest batch size."""
+    starts = [float(edge) for edge in BATCH_EDGES if edge < max_batch_size]
+    return (*starts, float(max_batch_size))
+
+
+@lru_cache(maxsize=8192)
+def _place(batch_size: int, max_batch_size: int) -> tuple[int, float]:
+    """Node at or below a batch size, and how far it is to the next one, [0, 1)."""
+    nodes = _nodes(max_batch_size)
+    batch_size = min(max(1, batch_size), max_batch_size)
+    node = bisect_right(nodes, batch_size) - 1
+    if nodes[node] == batch_size:
+        return node, 0.0
+    span = math.log(nodes[node + 1] / nodes[node])
+    return node, math.log(batch_size / nodes[node]) / span
 
 
 @lru_cache(maxsize=16)

@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 # Edges of cells over batch size, each about a quarter above the last.
 BATCH_EDGES = tuple(sorted({*range(1, 9)} | {round(2 ** (k / 3)) for k in range(9, 37)}))
-HALF_LIFE = 4000.0  # steps: machines change slowly
+HALF_LIFE = 50_000.0  # steps, of a whole fleet: machines change slowly
 # Of a cell, summed over steps: 1, us, batch, KV, KV^2, KV * us; over reports: us^2 / steps, 1; over
 # steps again: prompt tokens p, p^2, p * us, p * KV.
 NUM_VALUES = 12
@@ -35,7 +35,7 @@ PRIOR_START, PRIOR_SLOPE = 0.15, 0.1
 LEVEL_SD, CURVE_SD, START_SD, SLOPE_SD, RESIDUAL_SD = 3.0, 0.5, 0.2, 0.15, 0.2
 # In log batch size.
 CURVE_LENGTH, START_LENGTH, SLOPE_LENGTH, RESIDUAL_LENGTH = 2.0, 1.5, 1.5, 0.7
-GRAIN = 0.01  # of the log of a cell's mean time, at least
+GRAIN, MAX_GRAIN = 0.01, 0.05  # of the log of a cell's mean time
 CELL_SD = 0.01  # noise of the log of a cell's mean, at least
 STEP_SD, STEP_SD_RANGE, STEP_SD_REPORTS = 0.1, (0.02, 0.4), 8.0  # of one step; its prior's weight
 CAUGHT_UP_SHARE = 0.8  # of rows, that draft in steps which teach what drafting costs
@@ -243,7 +243,9 @@ def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
         return None
     # Rounded by what chance leaves uncertain, so that fits follow knowledge, not noise.
     num_steps = 2.0 ** round(math.log2(steps))
-    grain = max(GRAIN, 2.0 ** math.floor(math.log2(STEP_SD / math.sqrt(num_steps))))
+    relative = max(0.0, us2 - us * mean_us) / mean_us**2
+    error = math.sqrt(relative / max(reports - 1, 1.0) / steps)
+    grain = min(max(GRAIN, 2.0 ** math.floor(math.log2(error + 1e-9))), MAX_GRAIN)
     cell = Cell(
         round(math.log(batch), 1 + (batch > 3)),
         gamma,
@@ -260,7 +262,7 @@ def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
         prompt_us - us * mean_prompt,
         prompt_kv - prompt * mean_kv,
         max(0.0, us2 - us * mean_us),
-        max(0.0, us2 - us * mean_us) / mean_us**2,
+        relative,
         max(0.0, reports - 1),
     )
     return cell, spread

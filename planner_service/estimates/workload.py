@@ -8,7 +8,7 @@ from typing import NamedTuple
 from planner_service.context import Context, Outcome
 from planner_service.own_sums import OwnSums
 
-HALF_LIFE = 4000.0  # steps
+HALF_LIFE = 10_000.0  # steps
 PRIOR_ROWS = 64.0  # that all draft, before any was seen
 NAME = "workload"
 _MOST = 1e15
