@@ -15,10 +15,11 @@ from nightjar.errors import InvalidRequest, Overloaded
 from planner_service.context import Context, Outcome, Profile
 from planner_service.ledger import Ledger
 from planner_service.live_versions import FALLBACK_VERSION, LiveVersions, OnWithdraw
+from planner_service.observation import observe
 from planner_service.policies.policy import Choice, Registry, check_choice, check_table
 from planner_service.session import Session, pack, steps_of, unpack
 from planner_service.slices import Probes
-from planner_service.sums import NOTHING, Stats, observe
+from planner_service.sums import NOTHING, Stats
 from planner_service.trial import try_out, words_of
 from planner_service.versions import Scope
 

@@ -14,9 +14,8 @@ from operator import add
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context, Outcome
+from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA
 from planner_service.own_sums import MAX_NAME_CHARACTERS, OwnSums, from_text, numbers_of
-from planner_service.switching import learned
 
 Estimator = Literal["ratio_of_sums", "mean_of_ratios"]
 
@@ -164,42 +163,6 @@ class Stats(NamedTuple):
 
 
 NOTHING = Stats()
-
-
-def observe(context: Context, gamma: int, outcome: Outcome) -> Stats:
-    """The sums of some steps.
-
-    Steps that could not have speculated teach no more than what catching up cost: a draft that
-    is catching up is why they could not.
-    """
-    if context.feasible_max_gamma == 0:
-        totals = Totals(
-            catch_up_us=outcome.catch_up_us,
-            catch_up_tokens=outcome.num_catch_up_tokens,
-            draft_prefill_us=outcome.draft_prefill_us,
-        )
-        return Stats(totals=totals, own=learned(context, outcome)) if any(totals) else NOTHING
-    buckets: dict[int, Bucket] = {}
-    steps, rows, emitted = (
-        outcome.num_timed_steps,
-        outcome.num_timed_rows,
-        outcome.num_timed_emitted,
-    )
-    if steps:
-        ratio_us = outcome.step_us * rows / emitted if emitted else 0.0
-        ratio_steps = steps if emitted else 0
-        arm = ArmSums(steps, outcome.step_us, emitted, rows, ratio_us, ratio_steps)
-        buckets[context.bucket] = {gamma: arm}
-    totals = Totals(
-        outcome.num_steps,
-        steps,
-        outcome.num_emitted,
-        outcome.catch_up_us,
-        outcome.num_catch_up_tokens,
-        outcome.draft_prefill_us,
-    )
-    own = learned(context, outcome)
-    return Stats(buckets, totals, outcome.reached, outcome.accepted, own)
 
 
 class FieldReader:

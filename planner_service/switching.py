@@ -10,13 +10,11 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from planner_service.context import MAX_BATCH_SIZE, Context, Outcome
 from planner_service.own_sums import OwnSums
-
-if TYPE_CHECKING:
-    from planner_service.sums import Stats
+from planner_service.sums import Stats
 
 COST = "switching/cost"
 NUM_LENGTHS = 18  # of the table, by powers of two: up to 131072 stale tokens a row and beyond

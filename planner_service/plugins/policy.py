@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 
 from planner_service.context import Context, Outcome
+from planner_service.observation import observe
 from planner_service.plugins.child import Made
 from planner_service.plugins.process import Away, PluginProcess
 from planner_service.plugins.wire import (
@@ -22,7 +23,7 @@ from planner_service.plugins.wire import (
 )
 from planner_service.policies.policy import Choice, Policy, PolicySpec
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 from planner_service.trial import PolicyFailed
 
 AWAY_HOLD_STEPS = 8  # so that the plug-in is asked again soon

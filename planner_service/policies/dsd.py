@@ -30,10 +30,11 @@ from typing import NamedTuple, cast
 
 from nightjar.buckets import BucketGrid
 from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Numbers, Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 INTERVAL = 20  # steps of a decision
 IDENTIFYING_STEPS = 8  # of an arm that is run for the fit's sake

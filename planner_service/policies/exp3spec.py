@@ -20,6 +20,7 @@ import random
 from collections.abc import Sequence
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.policies.held import (
     Drawn,
@@ -33,7 +34,7 @@ from planner_service.policies.held import (
 from planner_service.policies.policy import Choice, Policy, PolicySpec
 from planner_service.policies.speedup import Ran, arms_of, reference
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 MAX_WEIGHT = 1e6  # of 1 / p: an arm less likely than that is hardly ever drawn
 _MOST = 1e100

@@ -19,6 +19,7 @@ import random
 from collections.abc import Sequence
 
 from planner_service.context import Context, Outcome
+from planner_service.observation import observe
 from planner_service.policies.held import (
     HALF_LIFE,
     Drawn,
@@ -32,7 +33,7 @@ from planner_service.policies.held import (
 from planner_service.policies.linear import RIDGE, LinearArms, Ran, features_now
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 
 class LinearSpeedup(Policy):

@@ -27,9 +27,10 @@ from typing import NamedTuple
 from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.estimates.goodput import Goodput
 from planner_service.estimates.model import GRID, Model, sums
+from planner_service.observation import observe
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 NAME = "model_guided"
 HOLD_STEPS, IDLE_HOLD_STEPS = 16, 8

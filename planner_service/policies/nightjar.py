@@ -22,12 +22,13 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.observation import observe
 from planner_service.policies.bins import Bin, bins_of
 from planner_service.policies.epsilon_greedy import nearest
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.policies.remembered import Remembered
 from planner_service.session import Session
-from planner_service.sums import Bucket, Estimator, Stats, observe
+from planner_service.sums import Bucket, Estimator, Stats
 from planner_service.switching import predict_us, table_us
 
 # Steps at which nothing can be speculated advance no bin; the worker need not ask at each.

@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, Protocol
 from nightjar.buckets import BucketGrid
 from nightjar.errors import InvalidRequest
 from planner_service.context import Context, Outcome
+from planner_service.observation import observe
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 ParameterValue = int | float | str
 MAX_VALUE_CHARACTERS = 64

@@ -31,6 +31,7 @@ import random
 from collections.abc import Sequence
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.observation import observe
 from planner_service.policies.held import (
     Drawn,
     Prepared,
@@ -41,7 +42,7 @@ from planner_service.policies.held import (
 )
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 NUM_ARMS = MAX_GAMMA + 1
 READY, STALE, OWED = 0, NUM_ARMS, 2 * NUM_ARMS  # where each begins; OWED: catch-up seconds

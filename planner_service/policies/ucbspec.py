@@ -22,6 +22,7 @@ import random
 from collections.abc import Sequence
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.policies.held import (
     Drawn,
@@ -34,7 +35,7 @@ from planner_service.policies.held import (
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
 from planner_service.policies.speedup import Ran, arms_of, reference
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 NAMES = tuple(f"ucbspec/{gamma}" for gamma in range(MAX_GAMMA + 1))
 

@@ -12,8 +12,9 @@ from planner_service.context import Context, Outcome
 from planner_service.estimates import acceptance, step_cost
 from planner_service.estimates.acceptance import HALF_LIVES, Acceptance
 from planner_service.estimates.model import GRID, Model, sums
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
-from planner_service.sums import NOTHING, Stats, observe
+from planner_service.sums import NOTHING, Stats
 
 LARGEST = 5
 

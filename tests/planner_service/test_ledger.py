@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from planner_service.context import Context, Outcome
 from planner_service.ledger import KEPT_S, MAX_FLIGHT_ARMS, Flight, Ledger
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
-from planner_service.sums import NOTHING, Stats, from_fields, observe
+from planner_service.sums import NOTHING, Stats, from_fields
 
 
 def steps(number: int) -> Stats:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nightjar.errors import InvalidRequest
 from planner_service.context import Context, Outcome
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.policies import BUILT_IN
 from planner_service.policies.bins import Bin
@@ -19,7 +20,7 @@ from planner_service.policies.policy import Choice, Policy, check_choice, check_
 from planner_service.policies.remembered import CHANCE, MIN_CHANGE, MIN_REPORTS, WINDOWS, Remembered
 from planner_service.session import Session, pack, unpack
 from planner_service.store import RedisStore, connect
-from planner_service.sums import NOTHING, Stats, from_fields, observe
+from planner_service.sums import NOTHING, Stats, from_fields
 from planner_service.trial import try_out
 
 AT = Context(1, max_gamma=1)

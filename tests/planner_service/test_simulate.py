@@ -7,6 +7,7 @@ import pytest
 
 from nightjar.errors import ConfigError, EngineFailure
 from planner_service.context import Context, Outcome
+from planner_service.observation import observe
 from planner_service.policies import BUILT_IN
 from planner_service.policies.policy import Choice, Policy
 from planner_service.session import Session
@@ -29,7 +30,7 @@ from planner_service.simulate.regret import (
 from planner_service.simulate.rows import Rows
 from planner_service.simulate.run import Scenario, simulate, start
 from planner_service.simulate.verify import verify, verify_likeliest
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 TRUTH = CostTable.load("h200_7b")
 ENDLESS_ROWS = FixedLengths(512, ENDLESS)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner_service.context import Context, Outcome
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
-from planner_service.sums import NOTHING, Stats, from_fields, observe
+from planner_service.sums import NOTHING, Stats, from_fields
 
 whole = st.integers(0, 10**9)
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from planner_service.admin_messages import profile_state
 from planner_service.context import Context, Outcome, Profile
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.policies import BUILT_IN
 from planner_service.session import Session
-from planner_service.sums import NOTHING, ArmSums, Stats, Totals, from_fields, observe
+from planner_service.sums import NOTHING, ArmSums, Stats, Totals, from_fields
 from planner_service.switching import COST, predict_us, step_cost, table_us, us_per_step
 
 

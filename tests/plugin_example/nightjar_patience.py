@@ -9,10 +9,11 @@ import random
 from collections.abc import Mapping
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.policies.policy import Choice, Parameter, ParameterValue, Policy, PolicySpec
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 HALF_LIFE = 500.0  # steps after which a step counts half
 MIN_REACHED = 20.0  # rows, before an acceptance is believed

@@ -15,7 +15,7 @@ from planner_service.policies.fixed import constant
 from planner_service.policies.policy import Parameter, Policy, PolicySpec
 from planner_service.own_sums import OwnSums
 from planner_service.session import Session
-from planner_service.sums import observe
+from planner_service.observation import observe
 
 TURNS_BAD_AT = 13  # a batch size that no trial asks about
 

@@ -11,10 +11,11 @@ import sys
 
 from planner_service.context import Context, Outcome
 from planner_service.main import main
+from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.policies.policy import Choice, Policy, PolicySpec
 from planner_service.session import Session
-from planner_service.sums import Stats, observe
+from planner_service.sums import Stats
 
 HALF_LIFE = 200.0
 

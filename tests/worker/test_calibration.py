@@ -18,7 +18,8 @@ from nightjar.errors import ConfigError, EngineFailure, Unavailable
 from nightjar.v1 import planner_pb2 as pb
 from nightjar.v1 import planner_pb2_grpc
 from planner_service import server_messages
-from planner_service.sums import NOTHING, observe
+from planner_service.observation import observe
+from planner_service.sums import NOTHING
 from planner_service.switching import predict_us, table_us
 from worker.calibration.cli import CalibrateConfig, main
 from worker.calibration.grid import Grid, Measured, default_batch_sizes
