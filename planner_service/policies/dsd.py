@@ -32,7 +32,7 @@ from nightjar.buckets import BucketGrid
 from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
-from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
+from planner_service.policies.policy import Choice, Policy, PolicySpec, gamma_max
 from planner_service.session import Numbers, Session
 from planner_service.sums import Stats
 
@@ -266,15 +266,6 @@ def _decided(state: State, context: Context, fit: Fit, largest: int, feasible: i
 SPEC = PolicySpec(
     name="dsd",
     summary="Maximises modelled goodput, with linear step times and one acceptance (SmartSpec's).",
-    parameters=(
-        Parameter(
-            name="gamma_max",
-            kind="int",
-            default=5,
-            minimum=0,
-            maximum=MAX_GAMMA,
-            help="largest gamma to consider",
-        ),
-    ),
+    parameters=(gamma_max(5),),
     make=lambda values: Dsd(int(values["gamma_max"])),
 )

@@ -26,12 +26,11 @@ from planner_service.policies.held import (
     Drawn,
     Prepared,
     draw_from,
-    gamma_max,
     hold_or_draw_one,
     hold_steps,
     largest_of,
 )
-from planner_service.policies.policy import Choice, Policy, PolicySpec
+from planner_service.policies.policy import Choice, Policy, PolicySpec, gamma_max
 from planner_service.policies.speedup import Ran, arms_of, reference
 from planner_service.session import Session
 from planner_service.sums import Stats

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from planner_service.context import MAX_GAMMA, Context
+from planner_service.context import Context
 from planner_service.policies.policy import Choice, Parameter
 from planner_service.session import MAX_HOLD, Numbers, Session
 
@@ -28,18 +28,6 @@ def hold_steps(default: int = 8) -> Parameter:
         minimum=1,
         maximum=MAX_HOLD_STEPS,
         help="steps that a drawn gamma is held for",
-    )
-
-
-def gamma_max(default: int) -> Parameter:
-    """The parameter that bounds the arms."""
-    return Parameter(
-        name="gamma_max",
-        kind="int",
-        default=default,
-        minimum=0,
-        maximum=MAX_GAMMA,
-        help="largest gamma to try",
     )
 
 

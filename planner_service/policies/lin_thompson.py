@@ -23,14 +23,13 @@ from planner_service.context import MAX_GAMMA
 from planner_service.policies.held import (
     HALF_LIFE,
     draw_from,
-    gamma_max,
     half_life_of,
     hold_steps,
     largest_of,
 )
 from planner_service.policies.linear import RIDGE
 from planner_service.policies.linucb import LinearSpeedup
-from planner_service.policies.policy import Parameter, PolicySpec
+from planner_service.policies.policy import Parameter, PolicySpec, gamma_max
 
 NUM_NODES = 8
 # Medians of as many equally likely parts of a normal variable, above them ones for its mean.

@@ -28,7 +28,7 @@ from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.estimates.goodput import Goodput
 from planner_service.estimates.model import GRID, Model, sums
 from planner_service.observation import observe
-from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
+from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec, gamma_max
 from planner_service.session import Session
 from planner_service.sums import Stats
 
@@ -219,14 +219,7 @@ SPEC = PolicySpec(
     name=NAME,
     summary="Computes the best gamma from measured acceptance and step times; tries little.",
     parameters=(
-        Parameter(
-            name="gamma_max",
-            kind="int",
-            default=5,
-            minimum=0,
-            maximum=MAX_GAMMA,
-            help="largest gamma to use",
-        ),
+        gamma_max(5),
         Parameter(
             name="experiment_share",
             kind="float",

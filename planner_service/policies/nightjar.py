@@ -21,11 +21,11 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
-from planner_service.context import MAX_GAMMA, Context, Outcome
+from planner_service.context import Context, Outcome
 from planner_service.observation import observe
 from planner_service.policies.bins import Bin, bins_of
 from planner_service.policies.epsilon_greedy import nearest
-from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
+from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec, gamma_max
 from planner_service.policies.remembered import Remembered
 from planner_service.session import Session
 from planner_service.sums import Bucket, Estimator, Stats
@@ -172,14 +172,7 @@ SPEC = PolicySpec(
     name="nightjar",
     summary="Learns the best gamma per batch size by a bandit with blocks and bins (the paper's).",
     parameters=(
-        Parameter(
-            name="gamma_max",
-            kind="int",
-            default=5,
-            minimum=0,
-            maximum=MAX_GAMMA,
-            help="largest gamma to try",
-        ),
+        gamma_max(5),
         Parameter(
             name="estimator",
             kind="choice",

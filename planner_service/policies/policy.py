@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from nightjar.buckets import BucketGrid
 from nightjar.errors import InvalidRequest
-from planner_service.context import Context, Outcome
+from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.observation import observe
 from planner_service.session import Session
 from planner_service.sums import Stats
@@ -110,6 +110,18 @@ class Parameter:
                 if self.minimum <= value <= self.maximum:
                     return value
         raise InvalidRequest(field, f"must be {self.allowed}, got {text[:MAX_VALUE_CHARACTERS]!r}")
+
+
+def gamma_max(default: int) -> Parameter:
+    """The parameter that bounds the arms."""
+    return Parameter(
+        name="gamma_max",
+        kind="int",
+        default=default,
+        minimum=0,
+        maximum=MAX_GAMMA,
+        help="largest gamma to try",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

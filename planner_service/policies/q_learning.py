@@ -36,11 +36,10 @@ from planner_service.policies.held import (
     Drawn,
     Prepared,
     epsilon_draw,
-    gamma_max,
     hold_or_draw,
     hold_steps,
 )
-from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
+from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec, gamma_max
 from planner_service.session import Session
 from planner_service.sums import Stats
 

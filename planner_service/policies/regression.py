@@ -22,13 +22,12 @@ from planner_service.policies.held import (
     HALF_LIFE,
     Drawn,
     Prepared,
-    gamma_max,
     half_life_of,
     hold_or_draw,
     hold_steps,
 )
 from planner_service.policies.linear import RIDGE, LinearArms, Ran, features_now
-from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec
+from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec, gamma_max
 from planner_service.session import Session
 from planner_service.sums import Stats
 
