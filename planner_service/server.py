@@ -48,7 +48,7 @@ class PlannerServicer(AdminServicer):
         self._sessions: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # of SelectGamma
         self._watchers = Watchers[pb.WatchDecisionsResponse]()
         self._outboxes: set[Outbox] = set()
-        sync.on_book = self.push
+        sync.tell(self.push)
 
     # ---- workers -----------------------------------------------------------------------
 

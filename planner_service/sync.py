@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import Awaitable, Callable
 
 from nightjar import log
-from nightjar.errors import InvalidRequest, NightjarError, Unavailable
+from nightjar.errors import InvalidRequest
+from planner_service.book_sync import BookSync, once
 from planner_service.context import Profile
 from planner_service.planner import MAX_PROFILES, Planner
 from planner_service.store import RedisStore, Refused, StoreError
 from planner_service.sums import FieldReader
-from planner_service.versions import Book, Change, from_json, to_json
+from planner_service.versions import Book, Change
 
 FLUSH_INTERVAL_S = 0.25
 BOOK_INTERVAL_S = 0.5
@@ -27,7 +27,6 @@ LISTEN_AGAIN_S = 1.0
 CHANGE_TIMEOUT_S = 1.0
 CANCEL_AGAIN_S = 0.05
 LAST_FLUSH_TIMEOUT_S = 2.0
-MAX_PENDING_CHANGES = 64
 FIELDS_PER_TURN = 256
 
 
@@ -49,11 +48,8 @@ class Sync:
         self._planner = planner
         self._store = store
         self._clock = clock
-        self._base = first  # the versions as last seen in the store
-        self.on_book = on_book
+        self._books = BookSync(planner, first, on_book)
         self.connected = False
-        self._changes: list[Change] = []  # made here, not yet in the store
-        self._book_revision = -1
         self._known_profiles: set[str] = set()
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
@@ -62,7 +58,7 @@ class Sync:
 
     async def start(self) -> None:
         """Read everything back; without the store, begin from nothing and say so."""
-        self._use(self._base)
+        self._books.use_base()
         if self._store is None:
             log.get().warning("no store is configured: what is learned stays in memory")
             return
@@ -130,27 +126,26 @@ class Sync:
             NightjarError: What `change` raises.
             Unavailable: The store has been away for too many changes.
         """
-        change = _once(change)
+        change = once(change)
         if self._store is not None and self.connected:
             with contextlib.suppress(*StoreError, TimeoutError):
                 async with asyncio.timeout(CHANGE_TIMEOUT_S), self._lock:
-                    await self._sync_book(change)
+                    await self._books.sync(self._store, change)
+                    self._here()
                     return
-        if self._store is not None:
-            if len(self._changes) >= MAX_PENDING_CHANGES:
-                raise Unavailable("the store is away, and too many changes wait for it")
-            self._use(change(self._planner.book))
-            self._changes.append(change)
-        else:
-            self._use(change(self._planner.book))
+        self._books.change_here(change, stored=self._store is not None)
+
+    def tell(self, on_book: Callable[[], None]) -> None:
+        """Whom to tell of every change of the versions from now on."""
+        self._books.on_book = on_book
 
     def withdraw(self, version_id: str, because: str, at_ms: int) -> None:
         """Have a failed version withdrawn for all replicas; here it already is."""
         if self._store is not None:
-            self._changes.append(lambda book: book.withdraw(version_id, because, at_ms))
+            self._books.made(lambda book: book.withdraw(version_id, because, at_ms))
             self._wake.set()
         # Not now: whoever found the fault is in the middle of a decision.
-        asyncio.get_running_loop().call_soon(self.on_book)
+        asyncio.get_running_loop().call_soon(self._books.on_book)
 
     async def _attempt(self, action: Callable[[], Awaitable[None]]) -> None:
         assert self._store is not None
@@ -248,47 +243,10 @@ class Sync:
                 continue
             self._planner.register(profile)
 
-    async def _sync_book(self, change: Change | None = None) -> None:
-        """Bring the versions here and in the store to one state, `change` included."""
+    async def _sync_book(self) -> None:
         assert self._store is not None
-        for _ in range(10):
-            text, revision = await self._store.read_book()
-            if revision == self._book_revision and not self._changes and change is None:
-                return
-            stored = self._parsed(text)
-            # A store that lost its versions gets them back.
-            book = stored if stored is not None and stored.versions else self._base
-            pending = [*self._changes, *([change] if change else [])]
-            for waiting in pending:
-                try:
-                    book = waiting(book)
-                except NightjarError:
-                    if waiting is change:
-                        raise
-                    # Possible when it was made, not any more: another replica was first.
-            if book == stored or await self._store.swap_book(revision, to_json(book)):
-                self._book_revision = revision + (book != stored)
-                self._changes = [waiting for waiting in self._changes if waiting not in pending]
-                self._base = book
-                self._use(book)
-                self._here()
-                return
-        raise TimeoutError("the versions changed too often")
-
-    @staticmethod
-    def _parsed(text: str | None) -> Book | None:
-        try:
-            return None if text is None else from_json(text)
-        except ValueError as error:
-            log.get().error(
-                "the store's versions are unreadable; they are replaced", reason=str(error)
-            )
-            return None
-
-    def _use(self, book: Book) -> None:
-        if book != self._planner.book:
-            self._planner.set_book(book)
-            self.on_book()
+        await self._books.sync(self._store)
+        self._here()
 
     async def _listen(self) -> None:
         assert self._store is not None
@@ -319,13 +277,3 @@ class Sync:
                 reason=f"{type(error).__name__}: {error}",
             )
         self.connected, self._said_away = False, True
-
-
-def _once(change: Change) -> Change:
-    """The change, made once however often it is tried: a reply from the store may be lost."""
-    token = uuid.uuid4().hex
-
-    def changed(book: Book) -> Book:
-        return book if token in book.changes else change(book).marked(token)
-
-    return changed

@@ -95,7 +95,10 @@ class Nightjar(Policy):
         if held.arm < 0:
             exploit = best
             if held.block > LAST_FIRST_BLOCK and len(arms) <= largest:
-                exploit = best = self._of_timed(arms, stats, bucket, prefill_us, switching_s)
+                # Of the gammas that were timed, here or at the nearest batch size.
+                near = arms or nearest(stats.buckets, bucket)
+                known_arms = {gamma: arm for gamma, arm in near.items() if gamma <= largest}
+                exploit = best = self._least(known_arms, bucket * prefill_us, switching_s)
             if exploit > feasible:
                 exploit = self._best(arms, bucket * prefill_us, feasible, switching_s)
             held = held.draw(exploit, feasible, rng)
@@ -122,30 +125,22 @@ class Nightjar(Policy):
 
         The largest comes first: until one was tried, nothing says that speculation is off.
         """
-        best, least = 0, math.inf
         for gamma in range(largest, -1, -1):
-            arm = arms.get(gamma)
-            if arm is None:
+            if gamma not in arms:
                 return gamma
+        timed = {gamma: arm for gamma, arm in arms.items() if gamma <= largest}
+        return self._least(timed, prefill_us, switching_s)
+
+    def _least(self, arms: Bucket, prefill_us: float, switching_s: float) -> int:
+        """Gamma of least loss, of equals the smallest; 0 where there is none."""
+        best, least = 0, math.inf
+        for gamma, arm in sorted(arms.items()):
             loss = arm.seconds_per_token(self._estimator)
             if gamma > 0:
                 loss += prefill_us / 1e6 + switching_s / gamma
-            if loss <= least:  # of equals the smallest gamma
+            if loss < least:
                 best, least = gamma, loss
         return best
-
-    def _of_timed(
-        self, arms: Bucket, stats: Stats, bucket: int, prefill_us: float, switching_s: float
-    ) -> int:
-        """Gamma of least loss of those that were timed, here or at the nearest batch size."""
-        arms = arms or nearest(stats.buckets, bucket)
-        known = {gamma: arm for gamma, arm in arms.items() if gamma <= self._gamma_max}
-        losses = {
-            gamma: arm.seconds_per_token(self._estimator)
-            + (bucket * prefill_us / 1e6 + switching_s / gamma if gamma else 0.0)
-            for gamma, arm in known.items()
-        }
-        return min(losses, key=lambda gamma: (losses[gamma], gamma), default=0)
 
     def _table(
         self, stats: Stats, bins: dict[int, Bin], prefill_us: float, largest: int

@@ -246,7 +246,9 @@ def test_a_batch_size_that_is_never_timed_goes_by_the_nearest() -> None:
     untried = {9: Bin(block=4, number=3)}
     choice, _ = policy.select(at, stats, Session(0, untried), Scripted(chances=[0.99]))
     assert choice.gamma == 2  # never ran: the largest first
+    long_run = Session(0, {9: Bin(block=9, number=3)})
     for known, best in ((stats, 1), (NOTHING, 0)):
-        long_run = {9: Bin(block=9, number=3)}
-        choice, _ = policy.select(at, known, Session(0, long_run), Scripted(chances=[0.99]))
+        choice, _ = policy.select(at, known, long_run, Scripted(chances=[0.99]))
         assert choice.gamma == best
+    smaller = at._replace(max_gamma=0)  # of another worker, whose largest gamma is less
+    assert policy.select(smaller, stats, long_run, Scripted(chances=[0.99]))[0].exploit_gamma == 0
