@@ -58,6 +58,11 @@ class Goodput:
             if gamma != best and rate * high[gamma] / tokens[gamma] / factors[gamma] > needed
         ]
 
+    def unmeasured(self, num_gammas: int, best: int, factor: float) -> list[int]:
+        """Gammas whose time, measured against the best one's, may well be less than by a factor."""
+        factors = self._model.time_factors(self._context, best)[:num_gammas]
+        return [gamma for gamma, low in enumerate(factors) if low < factor]
+
     def lately(self) -> list[float]:
         """Rates if drafts went on being accepted as in the last few rows."""
         return self.rates(tokens=self._model.tokens_lately())

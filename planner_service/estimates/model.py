@@ -118,7 +118,7 @@ class Model:
 
     def step_us(self, context: Context) -> list[float]:
         """Expected microseconds of a step, by gamma."""
-        kv_us = self.cost.us_per_kv_token * context.num_kv_tokens
+        kv_us = self.cost.us_per_kv_token * step_cost.kv_of_cell(context)
         node, share = _place(context.batch_size, context.max_batch_size)
         by_node = self._times(context.max_batch_size).by_node
         if not share:

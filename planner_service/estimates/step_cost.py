@@ -112,6 +112,15 @@ def cell_index(batch_size: int) -> int:
     return bisect_right(BATCH_EDGES, batch_size)
 
 
+def kv_of_cell(context: Context) -> float:
+    """KV tokens if the batch were the smallest of its cell, with rows as long as they are.
+
+    So they do not move with the batch: what a larger batch costs is not taken for what KV costs.
+    """
+    batch = max(1, context.batch_size)
+    return context.num_kv_tokens / batch * BATCH_EDGES[cell_index(batch) - 1]
+
+
 NAMES = tuple(
     tuple(f"time/{index}/{gamma}" for gamma in range(MAX_GAMMA + 1))
     for index in range(len(BATCH_EDGES) + 1)
@@ -133,7 +142,7 @@ def sums(
         rows = outcome.num_steps * batch
         if not outcome.reached or outcome.reached[0] < CAUGHT_UP_SHARE * rows:
             return {}
-    kv, prompt = float(context.num_kv_tokens), float(outcome.num_prefill_tokens)
+    kv, prompt = kv_of_cell(context), float(outcome.num_prefill_tokens)
     values = (
         float(steps),
         float(us),

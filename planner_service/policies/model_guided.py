@@ -36,7 +36,9 @@ NAME = "model_guided"
 HOLD_STEPS, IDLE_HOLD_STEPS = 16, 8
 UNSURE_STEPS = 4  # while experiments are worth making
 EXPERIMENT_STEPS, PROBE_STEPS, SECOND_PROBE_STEPS, SECOND_PROBE_AFTER = 2, 1, 4, 8
-DOUBT_SHARE = 0.02  # of decisions, to trials that the model sees no reason for
+# Of decisions, to trials that the model sees no reason for: of gammas whose time is known to such
+# a factor, and of those whose time is not.
+DOUBT_SHARE, UNMEASURED_SHARE, UNMEASURED_FACTOR = 0.02, 0.15, 0.8
 MARGIN = 0.02  # of the rate, that an experiment must promise
 OPTIMISM_SDS = 1.5
 # At gamma 0 a probe must be able to pay if acceptance is as good as this.
@@ -128,6 +130,8 @@ class ModelGuided(Policy):
         best = rates.index(max(rates[: largest + 1]))
         del rates[feasible + 1 :]
         exploit = best if best <= feasible else rates.index(max(rates))
+        if memory.trial > feasible:  # it cannot run any more: another is drawn
+            memory = memory._replace(left=0.0, trial=-1.0, propensity=1.0)
         if memory.left == 0 and feasible > 0:
             if exploit == 0 and (stale or session.previous_gamma == 0):
                 memory = self._probe(goodput, memory, rates, context.batch_size, rng)
@@ -162,9 +166,12 @@ class ModelGuided(Policy):
         share = self._experiment_share
         if trials := goodput.worth_trying(rates, best, MARGIN):
             return memory.drawn(trials, share, rng, EXPERIMENT_STEPS, UNSURE_STEPS)
-        # The model itself may be wrong.
-        trials = [gamma for gamma in range(len(rates)) if gamma != best]
-        return memory.drawn(trials, min(share, DOUBT_SHARE), rng, EXPERIMENT_STEPS, HOLD_STEPS)
+        # The model itself may be wrong, most of all of what never ran at such a batch size.
+        doubt = UNMEASURED_SHARE
+        trials = goodput.unmeasured(len(rates), best, UNMEASURED_FACTOR)
+        if not trials:
+            doubt, trials = DOUBT_SHARE, [gamma for gamma in range(len(rates)) if gamma != best]
+        return memory.drawn(trials, min(share, doubt), rng, EXPERIMENT_STEPS, HOLD_STEPS)
 
     def _probe(
         self,
