@@ -85,6 +85,7 @@ def main() -> None:
     add("--policies", default="all", help="names with parameters, split by spaces, or: all")
     add("--seeds", type=int, help="how many of the seeds [default: all]")
     add("--tuning", action="store_true", help="seeds 0 to 9 instead of those of the report")
+    add("--first-seed", type=int, default=FIRST_SEED, help="of the report [default: %(default)s]")
     add("--steps", type=int, default=STEPS)
     add("--scenarios", default=",".join(DEFAULT_SCENARIOS), help="of " + ", ".join(SCENARIOS))
     add("--jobs", type=int, default=2, help="processes")
@@ -97,7 +98,7 @@ def main() -> None:
         parser.error(f"--seeds: 1 to {most}")
     if options.jobs < 1 or options.steps < 1:
         parser.error("--jobs and --steps: at least 1")
-    first = 0 if options.tuning else FIRST_SEED
+    first = 0 if options.tuning else options.first_seed
     seeds = range(first, first + number)
     if options.slope:
         slope(seeds[:SLOPE_SEEDS], options.jobs, options.json)
