@@ -7,6 +7,7 @@ deliberate exception to the import contracts.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -44,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[name][0].partition(":")
     try:
         run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
-        return run(rest)
+        status = run(rest)
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(f"nightjar {name}: {error}", file=sys.stderr)
         return 2
@@ -59,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _usage() -> str:

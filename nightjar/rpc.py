@@ -156,6 +156,17 @@ def _guard_stream(behaviour: Any) -> Any:
     return guarded
 
 
+def _check_address(listen: str) -> None:
+    """Refuse what gRPC takes for another address: it wraps ports, and makes up missing ones."""
+    if listen.startswith("unix:"):
+        return
+    host, separator, port = listen.rpartition(":")
+    if not (separator and host and port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise ConfigError(
+            f"--listen={listen!r}: must be HOST:PORT with a port from 0 to 65535, or unix:PATH"
+        )
+
+
 class Server:
     """A gRPC server with health, reflection and the error interceptor.
 
@@ -176,8 +187,9 @@ class Server:
         """Bind and serve.
 
         Raises:
-            ConfigError: The address cannot be bound.
+            ConfigError: The address is none, or cannot be bound.
         """
+        _check_address(self._listen)
         try:
             port = self.grpc.add_insecure_port(self._listen)
         except RuntimeError as error:

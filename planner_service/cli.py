@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
                 lines = history_lines(answer)
             case "rollback":
                 answer = client.rollback(options.profile, options.worker)
-                lines = [f"active again: {version_line(answer['version'])}"]
+                lines = [f"decides now: {version_line(answer['version'])}"]
             case _:
                 answer = client.state(options.profile)
                 lines = state_lines(answer)

@@ -48,7 +48,8 @@ def version_line(version: Mapping[str, Any]) -> str:
     if floor := version.get("floor"):
         line += f"  floor {floor['min_net_benefit']:+.1%} for {floor['for_s']:g} s"
     if "net_benefit" in version:
-        line += f"  net benefit {version['net_benefit']:+.1%}"
+        steps = version.get("num_baseline_steps", 0)
+        line += f"  net benefit {version['net_benefit']:+.1%} ({steps} plain steps)"
     return line
 
 
@@ -87,8 +88,8 @@ def _profile_lines(state: Mapping[str, Any]) -> list[str]:
         f"  {state['num_steps']} steps taught; {state['untimed_share']:.0%} of them no time, since "
         "they held prompt tokens",
         f"  acceptance by position {rates}; "
-        f"catch-up {state['catch_up_us_per_token']:.0f} us a token "
-        f"(of it {state['catch_up_us_per_step']:.0f} us a step whatever the tokens)",
+        f"catch-up {state['catch_up_us_per_token']:.0f} us a token in all; a step of it takes "
+        f"{state['catch_up_us_per_step']:.0f} us whatever its tokens",
         f"  prior: {state['num_prior_steps']} of the steps, learned before this planner knew of "
         f"it; acceptance {elsewhere} on other profiles of these models",
     ]

@@ -22,6 +22,7 @@ from planner_service.versions import Floor
 MAX_KEYS = 1024  # batch sizes, over all profiles, that one meter keeps apart
 NUM_PARTS = 8  # of a window: it moves on by one of them at a time
 MIN_BASELINE_STEPS = 16  # less says too little to withdraw a version for it
+MAX_WINDOWS = 32  # that a window grows to where steps are too few for that
 
 
 class Ran(NamedTuple):
@@ -101,17 +102,21 @@ class _Part:
 
 
 class Meter:
-    """Sums of one version's steps and of gamma 0 beside them; of all time, or of a window."""
+    """Sums of one version's steps and of gamma 0 beside them; of all time, or of a window.
 
-    def __init__(self, window_s: float = math.inf) -> None:
+    Where a window holds too few steps at gamma 0 it grows, up to `max_windows` times.
+    """
+
+    def __init__(self, window_s: float = math.inf, max_windows: int = 1) -> None:
         self.window_s = window_s
+        self._max_windows = max_windows
         self._parts: deque[_Part] = deque()
 
     def add(self, key: Hashable, gamma: int, outcome: Outcome, now: float, *, is_own: bool) -> None:
         """Add steps; those that are not the version's own count as baseline only."""
         if not self._parts or now >= self._parts[-1].ends_at:
             self._parts.append(_Part(now + self.window_s / NUM_PARTS))
-            while len(self._parts) > NUM_PARTS:
+            while len(self._parts) > NUM_PARTS * self._max_windows:
                 self._parts.popleft()
         part = self._parts[-1]
         timed = Ran(outcome.num_timed_steps, outcome.step_us, outcome.num_timed_emitted)
@@ -126,9 +131,12 @@ class Meter:
     def measured(self, now: float) -> Benefit | None:
         """The net benefit so far; None without a baseline."""
         part = _Part(0)
-        for one in self._parts:
-            if one.ends_at + self.window_s * (1 - 1 / NUM_PARTS) <= now:
-                continue
+        for one in reversed(self._parts):
+            windows = (now - one.ends_at) / self.window_s + 1 / NUM_PARTS
+            if windows >= self._max_windows:
+                break
+            if windows >= 1 and sum(r.steps for r in part.plain.values()) >= MIN_BASELINE_STEPS:
+                break
             for mine, its in ((part.ran, one.ran), (part.plain, one.plain)):
                 for key, ran in its.items():
                     _add(mine, key, ran)
@@ -152,12 +160,13 @@ class FloorWatch:
     """Says when a version stayed below its floor for as long as it may.
 
     What is measured is a window as long as that time, so that one bad moment does not count for
-    long; while nothing can be measured, the time starts anew.
+    long, or longer until it holds enough steps of plain decoding; while nothing can be measured,
+    the time starts anew.
     """
 
     def __init__(self, floor: Floor) -> None:
         self.floor = floor
-        self.meter = Meter(floor.for_s)
+        self.meter = Meter(floor.for_s, MAX_WINDOWS)
         self._below_since: float | None = None
         self._next_look = -math.inf
 

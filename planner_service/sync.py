@@ -163,6 +163,7 @@ class Sync:
         for key, profile in list(self._planner.profiles.items()):
             if key not in self._known_profiles:
                 await self._store.put_profile(key, profile.as_dict())
+                self._here()
                 self._known_profiles.add(key)
         for key in ledger.groups():
             departing = ledger.depart(key)
@@ -179,7 +180,6 @@ class Sync:
                     self._settle(key, mark)
                     self._here()
                 departing = ledger.depart(key, waiting=True)
-        self._here()
 
     def _settle(self, key: str, mark: int) -> None:
         if num_lost := self._planner.ledger.settle(key, mark, self._clock()):

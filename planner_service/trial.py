@@ -21,7 +21,9 @@ class PolicyFailed(Exception):
 def words_of(error: Exception) -> str:
     """What a policy did instead of answering."""
     is_told = isinstance(error, PolicyFailed)
-    return str(error) if is_told else f"raised {type(error).__name__}: {error}"
+    words = str(error) if is_told else f"raised {type(error).__name__}: {error}"
+    # They go to logs and terminals, and may hold anything.
+    return "".join(c if c.isprintable() else " " for c in words)
 
 
 def try_out(policy: Policy, known: Iterable[Stats]) -> str:

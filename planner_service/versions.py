@@ -169,11 +169,11 @@ class Book:
         left = [v for v in left if v.scope.covers(scope.whole)]
         if not left:
             raise NotPossibleNow(f"version {gone.id} has no predecessor to go back to")
-        restored = replace(left[-1], activated_at_ms=now_ms, reason="rollback")
-        swapped = {
-            gone.number: _ended(gone, "rolled back by an operator", now_ms),
-            restored.number: restored,
-        }
+        restored = left[-1]
+        swapped = {gone.number: _ended(gone, "rolled back by an operator", now_ms)}
+        if restored.scope == gone.scope:  # a wider version, or one below a canary, never stopped
+            restored = replace(restored, activated_at_ms=now_ms, reason="rollback")
+            swapped[restored.number] = restored
         versions = tuple(swapped.get(v.number, v) for v in self.versions)
         return replace(self, versions=versions), restored
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -27,6 +29,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output is the planner's own
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that what a plug-in started ends with it
             )
         self.link = Link(ours)
         self.pid = self._process.pid
@@ -55,7 +58,8 @@ class Child:
     def kill(self) -> None:
         """End it at once, whatever it does; does not wait."""
         self.link.close()
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def was_killed(self, timeout_s: float) -> bool:
         """Whether a signal that it could not send by accident ended it, or is about to."""

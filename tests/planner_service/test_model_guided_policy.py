@@ -14,6 +14,7 @@ from planner_service.policies.model_guided import (
     EXPERIMENT_STEPS,
     HOLD_STEPS,
     SPEC,
+    UNMEASURED_SHARE,
     Memory,
     ModelGuided,
 )
@@ -206,3 +207,23 @@ def test_a_foreign_memory_that_is_not_ours_counts_as_none() -> None:
         assert after.numbers[0][0] <= 1e9
     kept = Session(0, {0: ours}, foreign=True)
     assert made.select(AT, known(0.1), kept, random.Random(0))[1].numbers[0] == ours
+
+
+def test_a_trial_that_cannot_run_any_more_is_drawn_anew() -> None:
+    """What is answered then, and its propensity, are those of a draw among what can run."""
+    made, stats = policy(), known(0.7, steps=4)
+    trial = Memory(left=2.0, trial=2.0, propensity=0.004)
+    less = AT._replace(feasible_max_gamma=1)
+    for seed in range(40):
+        answer, _ = made.select(less, stats, Session(1, {0: trial}), random.Random(seed))
+        assert answer.gamma <= 1
+        assert answer.propensity >= (DOUBT_SHARE if answer.explored else 0.7)
+
+
+def test_a_gamma_that_never_ran_at_such_a_batch_size_is_tried_whatever_the_model_says() -> None:
+    """Gamma 0, expected to be far worse, gets its share of decisions until it was measured."""
+    stats = known(0.95, gammas=(1, 2))
+    answers = choices(stats, AT, Session(1), 1000)
+    tried = sum(answer.gamma == 0 for answer in answers)
+    assert {answer.propensity for answer in answers if answer.gamma == 0} == {UNMEASURED_SHARE}
+    assert tried / 1000 == pytest.approx(UNMEASURED_SHARE, abs=0.04)

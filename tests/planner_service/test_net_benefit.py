@@ -126,6 +126,19 @@ def test_a_floor_does_not_act_on_what_is_not_measured() -> None:
     assert not any(watched([-0.1] * 6 + [None] * 30 + [-0.1] * 6))
     watch = FloorWatch(Floor(min_net_benefit=0.0, for_s=1.0))
     for second in range(100):
-        watch.meter.add(1, 0, outcome(1, 1000, 1000), second / 2, is_own=False)
-        watch.meter.add(1, 2, outcome(100, 1000, 1), second / 2, is_own=True)
-        assert not watch.problem(second / 2)
+        if second % 5 == 0:
+            watch.meter.add(1, 0, outcome(1, 1000, 1000), float(second), is_own=False)
+        watch.meter.add(1, 2, outcome(100, 1000, 1), float(second), is_own=True)
+        assert not watch.problem(float(second))
+
+
+def test_a_floor_acts_on_a_slow_worker_too() -> None:
+    """With a step of plain decoding a second, a window of 4 s grows until it holds sixteen."""
+    watch, said = FloorWatch(Floor(min_net_benefit=0.0, for_s=4.0)), []
+    for second in range(60):
+        watch.meter.add(1, 0, outcome(1, 1000, 1000), float(second), is_own=False)
+        watch.meter.add(1, 2, outcome(10, 1000, 500), float(second), is_own=True)
+        said.append(watch.problem(float(second)))
+    first = next(second for second, words in enumerate(said) if words)
+    assert 16 <= first <= 24
+    assert "-50.0%" in said[first]

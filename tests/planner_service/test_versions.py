@@ -168,7 +168,7 @@ def test_rollback_ends_the_canary_first() -> None:
     made = book(EVERYONE, CANARY)
     back, restored = made.rollback(EVERYONE, 9)
     assert [v.live for v in back.versions] == [True, False]
-    assert (restored.id, restored.reason) == ("1-fixed", "rollback")
+    assert (restored.id, restored.reason) == ("1-fixed", "operator")  # it never stopped
     gone = back.versions[1]
     assert (gone.withdrawn_because, gone.withdrawn_at_ms) == ("rolled back by an operator", 9)
     two = book(EVERYONE, CANARY, EVERYONE)
