@@ -89,6 +89,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     switches, flags = parser.parse_known_args(argv)
     config = parse(CalibrateConfig, flags, prog="nightjar bench calibrate", description=DESCRIPTION)
+    if too_large := [size for size in config.batch_sizes if size > config.max_num_seqs]:
+        raise ConfigError(
+            f"--batch-sizes={too_large[0]}: more rows than --max-num-seqs={config.max_num_seqs} runs"
+        )
     log.configure("calibrate")
     address = "" if switches.dry_run else config.planner or find_planner()
     ready, measured, num_taught = calibrate(config, address)
