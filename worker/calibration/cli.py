@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
     config = parse(CalibrateConfig, flags, prog="nightjar bench calibrate", description=DESCRIPTION)
     if too_large := [size for size in config.batch_sizes if size > config.max_num_seqs]:
         raise ConfigError(
-            f"--batch-sizes={too_large[0]}: more rows than --max-num-seqs={config.max_num_seqs} runs"
+            f"--batch-sizes={too_large[0]}: more rows than run at once, which are "
+            f"--max-num-seqs={config.max_num_seqs}"
         )
     log.configure("calibrate")
     address = "" if switches.dry_run else config.planner or find_planner()
