@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import secrets
 import time
@@ -26,6 +27,8 @@ from planner_service.server import PlannerServicer
 from planner_service.store import RedisStore, connect
 from planner_service.sync import Sync
 from planner_service.versions import EVERYONE, Book
+
+GC_THRESHOLD = 50_000  # allocations between collections; hardly any of them makes a cycle
 
 DESCRIPTION = """Run the planner: it learns how many draft tokens pay off and tells the workers.
 
@@ -72,6 +75,10 @@ async def _serve(config: PlannerConfig, registry: Registry) -> None:
         now_ms=wall_ms,
     )
     sync = Sync(planner, store, first=first_book(config, planner), clock=time.monotonic)
+    # What stands now stays; and a full collection of what was learned would hold decisions up.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     audit = None
     if config.audit_log:
         audit = AuditLog(config.audit_log, config.audit_max_mb * 1_000_000)

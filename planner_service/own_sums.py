@@ -27,9 +27,12 @@ class OwnSums(NamedTuple):
     def plus(self, other: OwnSums) -> OwnSums:
         """The sum of both, at the later of their clocks; a shorter vector ends in zeros."""
         newer, older = (self, other) if self.at >= other.at else (other, self)
-        kept = newer.weight_of(older.at)
-        pairs = zip_longest(newer.values, older.values, fillvalue=0.0)
-        return OwnSums(tuple([a + kept * b for a, b in pairs]), newer.half_life, newer.at)
+        kept, mine, theirs = newer.weight_of(older.at), newer.values, older.values
+        if len(mine) == len(theirs):
+            values = [a + kept * b for a, b in zip(mine, theirs, strict=True)]
+        else:
+            values = [a + kept * b for a, b in zip_longest(mine, theirs, fillvalue=0.0)]
+        return OwnSums(tuple(values), newer.half_life, newer.at)
 
     def weight_of(self, then: float) -> float:
         """What is left at this clock of a step that ran at an earlier one, [0, 1]."""
