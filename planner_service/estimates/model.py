@@ -165,22 +165,22 @@ class Model:
         """Whether a cell's rounded values have changed."""
         known, names = self._sums, self._gammas
         news = [name for name, found in known.items() if own.get(name) is not found]
-        if len(own) != self._num_own:
+        # Of another profile there may be as many, under other names.
+        if len(own) != self._num_own or any(name not in own for name in news):
             self._num_own = len(own)
             news += [name for name in own if name in names and name not in known]
         changed = False
         for name in news:
-            before, found = self._cells.pop(name, None), own.get(name)
-            if found is None:  # sums of another profile
+            before, found, cell = self._cells.pop(name, None), own.get(name), None
+            if found is None:
                 del known[name]
-                self._num_own = -1  # so that names which took the place of others are seen
             else:
                 known[name] = found
-            cell = step_cost.read_cell(names[name], found) if found is not None else None
+                cell = step_cost.read_cell(names[name], found)
             if cell is not None:
                 self._cells[name] = cell
             changed = changed or (cell and cell[0]) != (before and before[0])
-        return self._read_cells(own) or changed if self._num_own < 0 else changed
+        return changed
 
     def _fit(self) -> None:
         cells = list(self._cells.values())

@@ -32,13 +32,12 @@ from nightjar.buckets import BucketGrid
 from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
-from planner_service.policies.policy import Choice, Policy, PolicySpec, gamma_max
+from planner_service.policies.policy import IDLE_HOLD_STEPS, Choice, Policy, PolicySpec, gamma_max
 from planner_service.session import Numbers, Session
 from planner_service.sums import Stats
 
 INTERVAL = 20  # steps of a decision
 IDENTIFYING_STEPS = 8  # of an arm that is run for the fit's sake
-IDLE_HOLD_STEPS = 8  # where nothing can be speculated
 KEPT = 0.85  # of the acceptance, by a step that drafted
 INITIAL_ACCEPTANCE = 0.7
 PLAIN_BONUS = 1.1  # what speculation must gain to be worth its overhead

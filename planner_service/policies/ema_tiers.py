@@ -34,13 +34,19 @@ from nightjar.buckets import BucketGrid
 from planner_service.context import MAX_BATCH_SIZE, MAX_GAMMA, Context, Outcome
 from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
-from planner_service.policies.policy import Choice, Parameter, ParameterValue, Policy, PolicySpec
+from planner_service.policies.policy import (
+    IDLE_HOLD_STEPS,
+    Choice,
+    Parameter,
+    ParameterValue,
+    Policy,
+    PolicySpec,
+)
 from planner_service.session import Numbers, Session
 from planner_service.sums import Stats
 
 DEFAULT_TIERS = "1:1/3/5/7:-0.25,8:0/1/3,32:0/1,64:0"
 MAX_TIERS = 16
-IDLE_HOLD_STEPS = 8  # where nothing can be speculated
 
 
 class Tier(NamedTuple):

@@ -8,9 +8,7 @@ for gamma > 0, and on the way from gamma 0 the switching cost over gamma.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Mapping
 
 from planner_service.context import Context
 from planner_service.policies.held import (
@@ -20,6 +18,7 @@ from planner_service.policies.held import (
     hold_or_draw,
     hold_steps,
 )
+from planner_service.policies.loss import first_or_least, nearest
 from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec, gamma_max
 from planner_service.session import Session
 from planner_service.sums import Bucket, Stats
@@ -54,12 +53,12 @@ class EpsilonGreedy(Policy):
             switching_s = 0.0
             if self._charge_switching and session.previous_gamma == 0:
                 switching_s = stats.catch_up_us_per_token * context.sum_stale_tokens / 1e6
-            exploit = least_loss(arms, largest, prefill_s, switching_s)
+            exploit = first_or_least(arms, largest, prefill_s, switching_s)
 
             def draw(feasible: int) -> Drawn:
                 best = exploit
                 if best > feasible:
-                    best = least_loss(arms, feasible, prefill_s, switching_s)
+                    best = first_or_least(arms, feasible, prefill_s, switching_s)
                 return epsilon_draw(best, feasible, self._epsilon_after(arms), rng)
 
             return exploit, draw
@@ -73,35 +72,6 @@ class EpsilonGreedy(Policy):
             return self._epsilon
         num_steps = sum([arm.steps for arm in arms.values()])
         return self._epsilon * self._decay_steps / (self._decay_steps + num_steps)
-
-
-def nearest(buckets: Mapping[int, Bucket], bucket: int) -> Bucket:
-    """What is known of the nearest batch size, of equals the smaller; nothing if of none.
-
-    A batch size that runs with prompt tokens alone is never timed: it would try what it never
-    ran for ever.
-    """
-    if not buckets:
-        return {}
-    return buckets[min(buckets, key=lambda other: (abs(other - bucket), other))]
-
-
-def least_loss(arms: Bucket, largest: int, prefill_s: float, switching_s: float) -> int:
-    """Gamma of least loss in [0, largest]; one that never ran comes first, the largest of them.
-
-    Until speculation was tried, nothing says that it is off.
-    """
-    best, least = 0, math.inf
-    for gamma in range(largest, -1, -1):
-        arm = arms.get(gamma)
-        if arm is None:
-            return gamma
-        loss = arm.seconds_per_token()
-        if gamma > 0:
-            loss += prefill_s + switching_s / gamma
-        if loss <= least:  # of equals the smallest gamma
-            best, least = gamma, loss
-    return best
 
 
 SPEC = PolicySpec(

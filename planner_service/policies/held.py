@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from planner_service.context import Context
-from planner_service.policies.policy import Choice, Parameter
+from planner_service.policies.policy import IDLE_HOLD_STEPS, Choice, Parameter
 from planner_service.session import MAX_HOLD, Numbers, Session
 
-# Steps at which nothing can be speculated advance no hold; the worker need not ask at each.
-IDLE_HOLD_STEPS = 8
 MAX_HOLD_STEPS = 4096
 
 

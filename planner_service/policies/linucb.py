@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from planner_service.context import Context, Outcome
@@ -84,11 +85,11 @@ class LinearSpeedup(Policy):
         own = self._arms.learned(stats, gamma, ran, ran.seconds, ran.tokens_per_request)
         return learned._replace(own=own)
 
+    @abstractmethod
     def _draw(
         self, means: Sequence[float], variances: Sequence[float], rng: random.Random
     ) -> tuple[int, float]:
         """An arm and its probability."""
-        raise NotImplementedError
 
 
 class LinUcb(LinearSpeedup):

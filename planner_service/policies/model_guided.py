@@ -5,12 +5,12 @@ shorter gammas at once; step time follows from a fit over batch size, gamma and 
 gamma of most tokens per second is run:
 
     rate(gamma) = batch * tokens(gamma)
-                  / (time(batch, gamma, KV) + [previous gamma is 0 and gamma > 0] * switching / h)
+                  / (time(batch, gamma, KV) + [gamma > 0] * (catch-up / h + draft prefill))
 
-with h the steps that speculation has tended to stay on. An experiment is made only where it can
-change the decision: with a set probability one of the gammas whose rate may well exceed the best
-one's is drawn for a few steps. At gamma 0, which teaches no acceptance, gamma 1 is probed for one
-step at intervals that keep its cost below a set share.
+with catch-up what the stale tokens take, and h the steps that speculation tends to stay best. An
+experiment is made only where it can change the decision: with a set probability one of the gammas
+whose rate may well exceed the best one's is drawn for a few steps. At gamma 0, which teaches no
+acceptance, gamma 1 is probed for one step at intervals that keep its cost below a set share.
 
 The estimators are those of SmartSpec (arXiv 2406.14066) in spirit: a goodput model; the rest,
 forgetting, change detection, contexts with KV tokens and rationed experiments, is Nightjar's own.
@@ -28,12 +28,19 @@ from planner_service.context import MAX_GAMMA, Context, Outcome
 from planner_service.estimates.goodput import Goodput
 from planner_service.estimates.model import GRID, Model, sums
 from planner_service.observation import observe
-from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec, gamma_max
+from planner_service.policies.policy import (
+    IDLE_HOLD_STEPS,
+    Choice,
+    Parameter,
+    Policy,
+    PolicySpec,
+    gamma_max,
+)
 from planner_service.session import Session
 from planner_service.sums import Stats
 
 NAME = "model_guided"
-HOLD_STEPS, IDLE_HOLD_STEPS = 16, 8
+HOLD_STEPS = 16
 UNSURE_STEPS = 4  # while experiments are worth making
 EXPERIMENT_STEPS, PROBE_STEPS, SECOND_PROBE_STEPS, SECOND_PROBE_AFTER = 2, 1, 4, 8
 # Of decisions, to trials that the model sees no reason for: of gammas whose time is known to such

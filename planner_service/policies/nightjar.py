@@ -16,7 +16,6 @@ published: estimator=mean_of_ratios, discount=1, restart=none, switching_cost=ta
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -24,15 +23,20 @@ from typing import NamedTuple, cast
 from planner_service.context import Context, Outcome
 from planner_service.observation import observe
 from planner_service.policies.bins import Bin, bins_of
-from planner_service.policies.epsilon_greedy import nearest
-from planner_service.policies.policy import Choice, Parameter, Policy, PolicySpec, gamma_max
+from planner_service.policies.loss import first_or_least, least_loss, nearest
+from planner_service.policies.policy import (
+    IDLE_HOLD_STEPS,
+    Choice,
+    Parameter,
+    Policy,
+    PolicySpec,
+    gamma_max,
+)
 from planner_service.policies.remembered import Remembered
 from planner_service.session import Session
 from planner_service.sums import Bucket, Estimator, Stats
 from planner_service.switching import predict_us, table_us
 
-# Steps at which nothing can be speculated advance no bin; the worker need not ask at each.
-IDLE_HOLD_STEPS = 8
 # After it, a gamma without times has run, and always with prompt tokens, which teach no time: to
 # run it first for ever would settle on what is not known.
 LAST_FIRST_BLOCK = 6
@@ -97,8 +101,8 @@ class Nightjar(Policy):
             if held.block > LAST_FIRST_BLOCK and len(arms) <= largest:
                 # Of the gammas that were timed, here or at the nearest batch size.
                 near = arms or nearest(stats.buckets, bucket)
-                known_arms = {gamma: arm for gamma, arm in near.items() if gamma <= largest}
-                exploit = best = self._least(known_arms, bucket * prefill_us, switching_s)
+                prefill_s = bucket * prefill_us / 1e6
+                exploit = best = least_loss(near, largest, prefill_s, switching_s, self._estimator)
             if exploit > feasible:
                 exploit = self._best(arms, bucket * prefill_us, feasible, switching_s)
             held = held.draw(exploit, feasible, rng)
@@ -121,26 +125,7 @@ class Nightjar(Policy):
         return added._replace(own={**added.own, **own})
 
     def _best(self, arms: Bucket, prefill_us: float, largest: int, switching_s: float) -> int:
-        """Gamma of least loss; one that never ran comes first, so that each runs once.
-
-        The largest comes first: until one was tried, nothing says that speculation is off.
-        """
-        for gamma in range(largest, -1, -1):
-            if gamma not in arms:
-                return gamma
-        timed = {gamma: arm for gamma, arm in arms.items() if gamma <= largest}
-        return self._least(timed, prefill_us, switching_s)
-
-    def _least(self, arms: Bucket, prefill_us: float, switching_s: float) -> int:
-        """Gamma of least loss, of equals the smallest; 0 where there is none."""
-        best, least = 0, math.inf
-        for gamma, arm in sorted(arms.items()):
-            loss = arm.seconds_per_token(self._estimator)
-            if gamma > 0:
-                loss += prefill_us / 1e6 + switching_s / gamma
-            if loss < least:
-                best, least = gamma, loss
-        return best
+        return first_or_least(arms, largest, prefill_us / 1e6, switching_s, self._estimator)
 
     def _table(
         self, stats: Stats, bins: dict[int, Bin], prefill_us: float, largest: int

@@ -18,6 +18,8 @@ from planner_service.session import Session
 from planner_service.sums import Stats
 
 ParameterValue = int | float | str
+# Steps at which nothing can be speculated advance no hold; the worker need not ask at each.
+IDLE_HOLD_STEPS = 8
 MAX_VALUE_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 1024  # in a parameter of kind "text"
 
