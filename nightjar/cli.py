@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nightjar import __version__
 from nightjar.errors import ConfigError, NightjarError
@@ -32,20 +32,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
+    name = arguments[0] if arguments else ""
+    if name == "--version":
         print(f"nightjar {__version__}")
         return 0
-    name, rest = arguments[0], arguments[1:]
-    if name not in COMMANDS:
-        print(f"nightjar: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
-        return 2
-    module, _, function = COMMANDS[name][0].partition(":")
     try:
-        run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
-        status = run(rest)
+        status = dispatch("nightjar", "command", COMMANDS, arguments)
         sys.stdout.flush()
         return status
     except ConfigError as error:
@@ -67,7 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _usage() -> str:
-    rows = "\n".join(f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items())
-    end = "`nightjar COMMAND --help` explains a command."
-    return f"usage: nightjar COMMAND [flags]\n\n{rows}\n\n{end}"
+def dispatch(
+    program: str, word: str, entries: Mapping[str, tuple[str, str]], arguments: Sequence[str]
+) -> int:
+    """Run the entry that the first argument names; returns its exit status.
+
+    Args:
+        program: What was typed up to here, for usage and errors.
+        word: What an entry is called.
+        entries: Entry point, as "module:function", and summary by name.
+        arguments: The name, and what goes to the entry.
+    """
+    rows = "\n".join(f"  {name:<13} {text}" for name, (_, text) in entries.items())
+    asks = f"{program} {word.upper()}"
+    usage = f"usage: {asks} [flags]\n\n{rows}\n\n`{asks} --help` explains a {word}."
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage)
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name not in entries:
+        print(f"{program}: unknown {word} {name!r}\n\n{usage}", file=sys.stderr)
+        return 2
+    module, _, function = entries[name][0].partition(":")
+    run: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    return run(rest)
