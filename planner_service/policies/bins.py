@@ -6,6 +6,7 @@ import math
 import random
 from typing import NamedTuple, cast
 
+from planner_service.policies.held import epsilon_draw
 from planner_service.session import Numbers, Session
 
 MAX_BLOCK = 40
@@ -60,10 +61,7 @@ class Bin(NamedTuple):
 
     def draw(self, exploit: int, feasible: int, rng: random.Random) -> Bin:
         """Draw the arm: uniform over [0, feasible] with probability 1/b, else `exploit`."""
-        share = 1 / self.number
-        explored = rng.random() < share
-        arm = rng.randrange(feasible + 1) if explored else exploit
-        propensity = share / (feasible + 1) + (1 - share if arm == exploit else 0.0)
+        arm, explored, propensity = epsilon_draw(exploit, feasible, 1 / self.number, rng)
         return self._replace(arm=arm, explored=int(explored), propensity=propensity)
 
 
