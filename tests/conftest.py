@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 # As the worker package does, for tests that load torch before it.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# Without a GPU, kernels run in Triton's interpreter, which is chosen when triton is imported.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""Triton kernels, each beside its torch reference; they know tensors, and nothing of engines."""
