@@ -1,0 +1,300 @@
+"""Around a forward: its inputs made from the rows' device state, and the state moved on.
+
+A row's tokens lie in `tokens[slot]`, its length in `num_tokens[slot]`; only these kernels and
+uploads of new rows write them. Where a decode row stands is therefore known without the host,
+which plans a step while the one before it still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.gpu.inputs import ForwardInputs, InputBuffers
+from worker.kernels.attention_inputs import LONG_HEIGHT
+
+RESULT_WIDTH = 16  # of a row: accepted drafts, then up to 9 chosen ids
+MAX_CHOICES = 9
+_BLOCK = 128
+_PADDING = 1024
+
+
+class Field(IntEnum):
+    """Columns of a staged row, int32; offsets count from the forward's start."""
+
+    SLOT = 0
+    TABLE = 1  # its row of the block tables
+    COUNT = 2  # input tokens
+    FIRST = 3  # position of the first; -1: the last known token's, by device state
+    TOKEN = 4  # index of its first token
+    KEEP = 5  # index of its first kept logits
+    NUM_KEPT = 6  # logits wanted, of its last tokens
+    SHORT_TILE = 7  # -1: it has long tiles
+    LONG_TILE = 8  # index of the first; -1: it has a short tile
+    FORCED = 9  # drafts to take as accepted; -1: those that equal the target's samples
+
+
+NUM_FIELDS = len(Field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowState:
+    """What a row's slot holds between steps."""
+
+    tokens: torch.Tensor  # int32 [num_slots, width]: prompt, output, and drafts beyond
+    num_tokens: torch.Tensor  # int32 [num_slots], drafts left out
+
+    @classmethod
+    def allocate(cls, num_slots: int, width: int, device: torch.device) -> RowState:
+        """Empty slots for rows of up to `width` tokens, drafts included."""
+        return cls(
+            tokens=torch.zeros(num_slots, width, dtype=torch.int32, device=device),
+            num_tokens=torch.zeros(num_slots, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Of every kept logit row: which row of the batch it is of, and what was chosen."""
+
+    row_of: torch.Tensor  # int32 [max_kept], -1: padding
+    positions: torch.Tensor  # int32 [max_kept], of the token chosen
+    ids: torch.Tensor  # int32 [max_kept]
+
+    @classmethod
+    def allocate(cls, max_kept: int, device: torch.device) -> Choices:
+        """Room for `max_kept` choices; all are padding."""
+
+        def filled() -> torch.Tensor:
+            return torch.full((max_kept,), -1, dtype=torch.int32, device=device)
+
+        return cls(row_of=filled(), positions=filled(), ids=filled())
+
+
+@triton.jit
+def _prepare(  # type: ignore[no-untyped-def]
+    fields,
+    header,
+    tokens,
+    num_tokens,
+    tables,
+    input_ids,
+    positions,
+    slots,
+    keep,
+    row_of,
+    choice_positions,
+    short_tiles,
+    long_tiles,
+    bases,
+    num_inputs,
+    num_kept_inputs,
+    num_short,
+    num_long,
+    table_width,
+    state_width,
+    fields_stride,
+    short_stride,
+    long_stride,
+    max_position,
+    row_capacity,
+    BLOCK_SIZE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDING: tl.constexpr,
+):
+    """Program r lays out row r; programs from `row_capacity` on fill in padding."""
+    row = tl.program_id(0)
+    num_rows = tl.load(header)
+    if row >= row_capacity:
+        i = (row - row_capacity) * PADDING + tl.arange(0, PADDING)
+        pad = (i >= tl.load(header + 1)) & (i < num_inputs)
+        tl.store(input_ids + i, tl.zeros((PADDING,), tl.int64), mask=pad)
+        tl.store(positions + i, tl.zeros((PADDING,), tl.int64), mask=pad)
+        tl.store(slots + i, tl.full((PADDING,), -1, tl.int32), mask=pad)
+        pad = (i >= tl.load(header + 2)) & (i < num_kept_inputs)
+        tl.store(keep + i, tl.zeros((PADDING,), tl.int64), mask=pad)
+        tl.store(row_of + i, tl.full((PADDING,), -1, tl.int32), mask=pad)
+        none = tl.zeros((PADDING,), tl.int32)
+        pad = (i >= tl.load(header + 3)) & (i < num_short)
+        tl.store(short_tiles + 2 * short_stride + i, none, mask=pad)
+        pad = (i >= tl.load(header + 4)) & (i < num_long)
+        tl.store(long_tiles + 2 * long_stride + i, none, mask=pad)
+    elif row < num_rows:
+        field = fields + row
+        slot = tl.load(field)
+        table = tl.load(field + fields_stride)
+        count = tl.load(field + 2 * fields_stride)
+        first = tl.load(field + 3 * fields_stride)
+        token = tl.load(field + 4 * fields_stride)
+        kept_at = tl.load(field + 5 * fields_stride)
+        num_kept = tl.load(field + 6 * fields_stride)
+        short = tl.load(field + 7 * fields_stride)
+        long = tl.load(field + 8 * fields_stride)
+        first = tl.where(first < 0, tl.load(num_tokens + slot) - 1, first)
+        state = tokens + slot.to(tl.int64) * state_width
+        blocks = tables + table.to(tl.int64) * table_width
+        i = tl.arange(0, BLOCK)
+        for start in range(0, count, BLOCK):
+            at = start + i
+            real = at < count
+            position = first + at
+            tl.store(
+                input_ids + token + at,
+                tl.load(state + position, mask=real & (position < state_width), other=0).to(
+                    tl.int64
+                ),
+                mask=real,
+            )
+            tl.store(
+                positions + token + at, tl.minimum(position, max_position).to(tl.int64), mask=real
+            )
+            index = position // BLOCK_SIZE
+            block = tl.load(blocks + index, mask=real & (index < table_width), other=-1)
+            place = tl.where(block < 0, -1, block * BLOCK_SIZE + position % BLOCK_SIZE)
+            tl.store(slots + token + at, place, mask=real)
+        wanted = i < num_kept
+        last = count - num_kept + i
+        tl.store(keep + kept_at + i, (token + last).to(tl.int64), mask=wanted)
+        tl.store(row_of + kept_at + i, tl.zeros((BLOCK,), tl.int32) + row, mask=wanted)
+        tl.store(choice_positions + kept_at + i, first + last + 1, mask=wanted)
+        tl.store(bases + row, first + count - num_kept + 1)
+        if short >= 0:
+            tl.store(short_tiles + short, table)
+            tl.store(short_tiles + short_stride + short, token)
+            tl.store(short_tiles + 2 * short_stride + short, count)
+            tl.store(short_tiles + 3 * short_stride + short, first)
+        else:
+            for tile in range(0, tl.cdiv(count, HEIGHT)):
+                place = long_tiles + long + tile
+                tl.store(place, table)
+                tl.store(place + long_stride, token + tile * HEIGHT)
+                tl.store(place + 2 * long_stride, tl.minimum(HEIGHT, count - tile * HEIGHT))
+                tl.store(place + 3 * long_stride, first + tile * HEIGHT)
+
+
+@triton.jit
+def _accept(  # type: ignore[no-untyped-def]
+    fields,
+    header,
+    ids,
+    bases,
+    tokens,
+    num_tokens,
+    results,
+    state_width,
+    fields_stride,
+    WIDTH: tl.constexpr,
+):
+    """Keep drafts while they equal the target's samples, and one sample more (2408.07978)."""
+    row = tl.program_id(0)
+    if row < tl.load(header):
+        field = fields + row
+        slot = tl.load(field)
+        kept_at = tl.load(field + 5 * fields_stride)
+        num_kept = tl.load(field + 6 * fields_stride)
+        forced = tl.load(field + 9 * fields_stride)
+        base = tl.load(bases + row)
+        state = tokens + slot.to(tl.int64) * state_width + base
+        i = tl.arange(0, WIDTH)
+        chosen = tl.load(ids + kept_at + i, mask=i < num_kept, other=-1)
+        draft = tl.load(state + i, mask=i < num_kept - 1, other=-2)
+        num_accepted = tl.min(tl.where((draft == chosen) & (i < num_kept - 1), WIDTH, i), 0)
+        num_accepted = tl.where(forced >= 0, tl.minimum(forced, num_kept - 1), num_accepted)
+        if num_kept > 0:
+            tl.store(state + i, tl.maximum(chosen, 0), mask=i <= num_accepted)
+            tl.store(num_tokens + slot, base + num_accepted + 1)
+            result = results + row * WIDTH
+            tl.store(result + i, tl.zeros((WIDTH,), tl.int32) + num_accepted, mask=i == 0)
+            tl.store(result + 1 + i, chosen, mask=i < num_kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedRows:
+    """The rows of one forward as the host staged them, and scratch of their own."""
+
+    header: torch.Tensor  # int32 [8]: rows, tokens, kept, short tiles, long tiles, drafting rows
+    fields: torch.Tensor  # int32 [NUM_FIELDS, max_rows]
+    bases: torch.Tensor  # int32 [max_rows]: position of a row's first choice
+
+
+class StepKernels:
+    """Launches the kernels for one set of buffers; all of it may be captured in a graph."""
+
+    def __init__(
+        self, state: RowState, tables: torch.Tensor, *, block_size: int, max_position: int
+    ) -> None:
+        """Take what all steps share.
+
+        Args:
+            state: The rows'.
+            tables: int32 [max_rows, table_width], the batch's; -1 where a row has no block.
+            block_size: Tokens of a block.
+            max_position: Largest position that the model may be asked for.
+        """
+        self.state, self.tables = state, tables
+        self.block_size, self.max_position = block_size, max_position
+
+    def prepare(
+        self, rows: StagedRows, inputs: ForwardInputs, buffers: InputBuffers, choices: Choices
+    ) -> None:
+        """Lay out a forward over the staged rows, padded to the inputs' sizes."""
+        lists = inputs.attention.lists
+        num_short = lists[0].capacity
+        num_long = lists[1].capacity if len(lists) > 1 else 0
+        capacity = min(inputs.num_tokens, buffers.max_rows)
+        padded = max(inputs.num_tokens, inputs.num_kept, num_short, num_long)
+        _prepare[(capacity + triton.cdiv(padded, _PADDING),)](
+            rows.fields,
+            rows.header,
+            self.state.tokens,
+            self.state.num_tokens,
+            self.tables,
+            inputs.input_ids,
+            inputs.positions,
+            inputs.attention.slots,
+            inputs.keep,
+            choices.row_of,
+            choices.positions,
+            buffers.short_tiles,
+            buffers.long_tiles,
+            rows.bases,
+            inputs.num_tokens,
+            inputs.num_kept,
+            num_short,
+            num_long,
+            self.tables.stride(0),
+            self.state.tokens.stride(0),
+            rows.fields.stride(0),
+            buffers.short_tiles.stride(0),
+            buffers.long_tiles.stride(0),
+            self.max_position,
+            capacity,
+            BLOCK_SIZE=self.block_size,
+            HEIGHT=LONG_HEIGHT,
+            BLOCK=_BLOCK,
+            PADDING=_PADDING,
+            num_warps=4,
+        )
+
+    def accept(
+        self, rows: StagedRows, choices: Choices, results: torch.Tensor, capacity: int
+    ) -> None:
+        """Move rows on by what was chosen; results int32 [max_rows, RESULT_WIDTH]."""
+        _accept[(capacity,)](
+            rows.fields,
+            rows.header,
+            choices.ids,
+            rows.bases,
+            self.state.tokens,
+            self.state.num_tokens,
+            results,
+            self.state.tokens.stride(0),
+            rows.fields.stride(0),
+            WIDTH=RESULT_WIDTH,
+            num_warps=1,
+        )
