@@ -62,7 +62,13 @@ class InputBuffers:
         self.partials = zeros(num_partial_floats, dtype=torch.float32)
 
     def view(
-        self, num_tokens: int, num_kept: int, *, short_height: int, has_long: bool
+        self,
+        num_tokens: int,
+        num_kept: int,
+        *,
+        short_height: int,
+        has_long: bool,
+        num_short: int | None = None,
     ) -> ForwardInputs:
         """A bucket's inputs.
 
@@ -71,8 +77,10 @@ class InputBuffers:
             num_kept: Logits of the bucket.
             short_height: Queries of a short tile.
             has_long: Whether prefill tiles may be there; without them nothing is launched.
+            num_short: Most short tiles; None takes one for each token.
         """
-        lists = [_tiles(self.short_tiles, short_height, min(num_tokens, self.max_rows))]
+        most = min(num_tokens, self.max_rows) if num_short is None else num_short
+        lists = [_tiles(self.short_tiles, short_height, most)]
         if has_long:
             capacity = num_tokens // LONG_HEIGHT + min(num_tokens, self.max_rows)
             lists.append(_tiles(self.long_tiles, LONG_HEIGHT, capacity))

@@ -19,7 +19,6 @@ class DraftRows:
 
     rows: torch.Tensor  # int32 [max_rows], index of the batch's row
     gammas: torch.Tensor  # int32 [max_rows], drafts of each
-    failed: torch.Tensor  # int32 [max_rows], 1 where the draft's logits were no numbers
 
 
 @triton.jit
@@ -45,10 +44,10 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Lay out COUNT tokens from `position` on; with num_new 0 they are padding."""
+    """Lay out COUNT tokens from `position` on; num_new is COUNT, or 0 where they are padding."""
     i = tl.arange(0, 2)
     mine = i < COUNT
-    real = mine & (num_new > 0)
+    real = i < num_new
     at = position + i
     index = at // BLOCK_SIZE
     block = tl.load(blocks + index, mask=real & (index < table_width), other=-1)
@@ -101,7 +100,6 @@ def _draft_first(  # type: ignore[no-untyped-def]
     num_new = tl.where(real & (position >= 0), 2, 0)
     i = tl.arange(0, 2)
     state = tokens + slot.to(tl.int64) * state_width + position
-    tl.store(failed + draft, 0)
     _draft_inputs(
         draft,
         table,
@@ -164,7 +162,7 @@ def _draft_next(  # type: ignore[no-untyped-def]
     chosen = tl.load(ids + draft, mask=drafts, other=0)
     token = tl.maximum(chosen, 0)
     tl.store(tokens + slot.to(tl.int64) * state_width + position, token, mask=drafts)
-    tl.store(failed + draft, 1, mask=drafts & (chosen < 0))
+    tl.store(failed + row, 1, mask=drafts & (chosen < 0))
     goes_on = drafts & (num_drafted + 1 < gamma)
     _draft_inputs(
         draft,
@@ -235,7 +233,7 @@ class DraftKernels:
             choices.row_of,
             choices.positions,
             buffers.short_tiles,
-            draft.failed,
+            rows.failed,
             step.tables.stride(0),
             step.state.tokens.stride(0),
             rows.fields.stride(0),

@@ -17,7 +17,7 @@ import triton.language as tl
 from worker.gpu.inputs import ForwardInputs, InputBuffers
 from worker.kernels.attention_inputs import LONG_HEIGHT
 
-RESULT_WIDTH = 16  # of a row: accepted drafts, then up to 9 chosen ids
+RESULT_WIDTH = 16  # of a row: accepted drafts, up to 9 chosen ids; last, whether its draft failed
 MAX_CHOICES = 9
 _BLOCK = 128
 _PADDING = 1024
@@ -185,6 +185,7 @@ def _accept(  # type: ignore[no-untyped-def]
     bases,
     tokens,
     num_tokens,
+    failed,
     results,
     state_width,
     fields_stride,
@@ -211,6 +212,8 @@ def _accept(  # type: ignore[no-untyped-def]
             result = results + row * WIDTH
             tl.store(result + i, tl.zeros((WIDTH,), tl.int32) + num_accepted, mask=i == 0)
             tl.store(result + 1 + i, chosen, mask=i < num_kept)
+            tl.store(result + WIDTH - 1, tl.load(failed + row))
+            tl.store(failed + row, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +223,7 @@ class StagedRows:
     header: torch.Tensor  # int32 [8]: rows, tokens, kept, short tiles, long tiles, drafting rows
     fields: torch.Tensor  # int32 [NUM_FIELDS, max_rows]
     bases: torch.Tensor  # int32 [max_rows]: position of a row's first choice
+    failed: torch.Tensor  # int32 [max_rows]: 1 where the draft's logits were no numbers
 
 
 class StepKernels:
@@ -292,6 +296,7 @@ class StepKernels:
             rows.bases,
             self.state.tokens,
             self.state.num_tokens,
+            rows.failed,
             results,
             self.state.tokens.stride(0),
             rows.fields.stride(0),

@@ -1,0 +1,92 @@
+"""Sizes that graphs are captured for: a step is padded to the least that holds it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nightjar.errors import EngineFailure
+
+_DECODE = (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_LARGE_STEP = 128  # between sizes above the fine ones
+_MIXED = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+_CATCH_UP = (64, 256, 1024)
+_KEPT = (16, 64, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """All sizes of one worker, ascending."""
+
+    decode: tuple[int, ...]  # tokens of a step without prompt tokens; all logits are kept
+    mixed: tuple[int, ...]  # tokens of a step with prompt tokens
+    kept: tuple[int, ...]  # logits of such a step, below its tokens
+    rows: tuple[int, ...]  # rows that draft
+    catch_up: tuple[int, ...]  # tokens that the draft catches up
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_gamma: int,
+        max_num_batched_tokens: int,
+        max_catchup_tokens: int,
+    ) -> Buckets:
+        """Sizes for a worker's limits."""
+        most = min(max_num_seqs * (max_gamma + 1), max_num_batched_tokens)
+        return cls(
+            decode=_up_to(most, _DECODE),
+            mixed=_up_to(max_num_batched_tokens, _MIXED),
+            kept=_KEPT,
+            rows=_up_to(max_num_seqs, _DECODE),
+            catch_up=_up_to(max_catchup_tokens, _CATCH_UP),
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest forward."""
+        return max(self.decode[-1], self.mixed[-1], self.catch_up[-1], 2 * self.rows[-1])
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Numbers of rows that a matrix product may be asked for."""
+        firsts = [2 * rows for rows in self.rows]
+        sizes = {*self.decode, *self.mixed, *self.kept, *self.rows, *firsts, *self.catch_up, 2}
+        return tuple(sorted(sizes))
+
+    def token_bucket(self, num_tokens: int, *, has_prompt: bool) -> int:
+        """Tokens of the forward that a step of `num_tokens` runs as."""
+        return _least(self.mixed if has_prompt else self.decode, num_tokens)
+
+    def kept_bucket(self, num_kept: int, num_tokens: int) -> int:
+        """Logits that a forward of `num_tokens` with prompt tokens keeps."""
+        return next((k for k in self.kept if num_kept <= k < num_tokens), num_tokens)
+
+    def row_bucket(self, num_rows: int) -> int:
+        """Rows of the draft's forwards."""
+        return _least(self.rows, num_rows)
+
+    def catch_up_bucket(self, num_tokens: int) -> int:
+        """Tokens of the draft's forward that catches up."""
+        return _least(self.catch_up, num_tokens)
+
+
+def _up_to(most: int, fine: Iterable[int]) -> tuple[int, ...]:
+    """Sizes that hold up to `most`, at least 2."""
+    most = max(2, most)
+    sizes = [size for size in fine if size < most]
+    while sizes and sizes[-1] >= 256 and sizes[-1] + _LARGE_STEP < most:
+        wide = 256 if sizes[-1] >= 512 else _LARGE_STEP
+        if sizes[-1] + wide >= most:
+            break
+        sizes.append(sizes[-1] + wide)
+    return (*sizes, most)
+
+
+def _least(sizes: Sequence[int], number: int) -> int:
+    index = bisect_left(sizes, number)
+    if index == len(sizes):
+        raise EngineFailure(f"a step of {number} exceeds the largest captured size {sizes[-1]}")
+    return sizes[index]

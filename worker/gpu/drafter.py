@@ -1,0 +1,120 @@
+"""The draft model's loop on the device: catch-up, then one forward for each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from worker.engine.plan import Plan
+from worker.gpu.buckets import Buckets
+from worker.gpu.device_rows import catch_up_of
+from worker.gpu.forward import DeviceDraftForward
+from worker.gpu.graphs import Graphs
+from worker.gpu.inputs import ForwardInputs
+from worker.gpu.staging import HostStage, Stage
+from worker.kernels.draft_step import DraftKernels
+from worker.kernels.sampling import SampleScratch, sample_rows
+from worker.kernels.step import Choices, StepKernels
+
+
+class Drafter:
+    """Runs the draft; what it chooses lands in the rows' tokens, behind the last known one."""
+
+    has_cache = True
+    has_probabilities = False  # of a draft's tokens; so none are drafted above gamma
+
+    def __init__(
+        self,
+        draft: DeviceDraftForward,
+        stage: Stage,
+        kernels: StepKernels,
+        graphs: Graphs,
+        buckets: Buckets,
+        *,
+        vocab_size: int,
+    ) -> None:
+        """Take the draft, whose buffers are its own, and what it shares with the target."""
+        self._draft, self._stage, self._graphs, self._buckets = draft, stage, graphs, buckets
+        self._vocab_size = vocab_size
+        device = stage.tensor.device
+        most = max(buckets.rows[-1], buckets.catch_up[-1])
+        self._choices = Choices.allocate(most, device)
+        self._scratch = SampleScratch.allocate(buckets.rows[-1], vocab_size, device)
+        self._step = kernels
+        self._kernels = DraftKernels(kernels, draft.buffers, self._choices)
+
+    def max_row_gamma(self, num_tokens: int) -> int:
+        """Drafts before the draft's own context ends: the last draft is no input of it."""
+        return self._draft.max_model_len - num_tokens + 1
+
+    def stage(self, plan: Plan, host: HostStage) -> tuple[list[Callable[[], None]], ...]:
+        """Write the plan's drafting rows; returns what catches up and what drafts, to be run."""
+        shape = catch_up_of(plan)
+        shape.write(host.catch_header, host.catch_fields)
+        catch_up = []
+        if shape.num_tokens:
+            size = self._buckets.catch_up_bucket(shape.num_tokens)
+            catch_up.append(self._graphs.get(("catch up", size), lambda: self._catch_up(size)))
+        decode = plan.rows[: plan.num_decode_rows]
+        rows = [index for index, row in enumerate(decode) if row.gamma]
+        if not rows:
+            return catch_up, []
+        host.draft_rows[: len(rows)] = rows
+        host.draft_gammas[: len(rows)] = [decode[index].gamma for index in rows]
+        size = self._buckets.row_bucket(len(rows))
+        drafts = [self._graphs.get(("first draft", size), lambda: self._first(size))]
+        most = max(row.gamma for row in decode)
+        if most > 1:
+            following = self._graphs.get(("next draft", size), lambda: self._next(size))
+            drafts += [following] * (most - 1)
+        return catch_up, drafts
+
+    def warm(self) -> None:
+        """Capture every graph."""
+        for size in reversed(self._buckets.catch_up):
+            self._graphs.get(("catch up", size), lambda size=size: self._catch_up(size))  # type: ignore[misc]
+        for size in reversed(self._buckets.rows):
+            self._graphs.get(("first draft", size), lambda size=size: self._first(size))  # type: ignore[misc]
+            self._graphs.get(("next draft", size), lambda size=size: self._next(size))  # type: ignore[misc]
+
+    def _catch_up(self, num_tokens: int) -> Callable[[], None]:
+        draft, rows = self._draft, self._stage.catch_up
+        inputs = draft.buffers.view(num_tokens, 2, short_height=2, has_long=True)
+
+        def run() -> None:
+            self._step.prepare(rows, inputs, draft.buffers, self._choices)
+            draft.logits(inputs)
+
+        return run
+
+    def _first(self, num_rows: int) -> Callable[[], None]:
+        draft, stage = self._draft, self._stage
+        two, one = self._inputs(2 * num_rows, num_rows), self._inputs(num_rows, num_rows)
+
+        def run() -> None:
+            self._kernels.first(stage.rows, stage.draft, two)
+            self._choose(draft.logits(two))
+            self._kernels.next(stage.rows, stage.draft, one)
+
+        return run
+
+    def _next(self, num_rows: int) -> Callable[[], None]:
+        draft, stage = self._draft, self._stage
+        one = self._inputs(num_rows, num_rows)
+
+        def run() -> None:
+            self._choose(draft.logits(one))
+            self._kernels.next(stage.rows, stage.draft, one)
+
+        return run
+
+    def _inputs(self, num_tokens: int, num_rows: int) -> ForwardInputs:
+        return self._draft.buffers.view(
+            num_tokens, num_rows, short_height=2, has_long=False, num_short=num_rows
+        )
+
+    def _choose(self, logits: torch.Tensor) -> None:
+        inputs = self._stage.sample_inputs(self._choices, len(logits))
+        ids = self._choices.ids[: len(logits)]
+        sample_rows(logits, inputs, self._scratch, ids, vocab_size=self._vocab_size)

@@ -1,0 +1,269 @@
+"""Launches planned steps on the device and hands their results over one step late.
+
+Nothing is read back between propose, verify and accept: the target's forward takes drafts from
+the rows' tokens on the device, and acceptance moves the rows on there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult
+from worker.engine.runner import NOT_NUMBERS
+from worker.gpu.buckets import Buckets
+from worker.gpu.device_rows import DeviceRows, force, shape_of
+from worker.gpu.drafter import Drafter
+from worker.gpu.forward import DeviceDraftForward, DeviceForward
+from worker.gpu.graphs import Graphs
+from worker.gpu.staging import Stage
+from worker.gpu.timing import Marks, Timer, elapsed_us, wait
+from worker.kernels.attention_inputs import SHORT_HEIGHTS
+from worker.kernels.sampling import SampleScratch, sample_rows
+from worker.kernels.step import RESULT_WIDTH, Choices, RowState, StepKernels
+from worker.speculative.ngram import NgramProposer
+
+
+class DeviceFlight:
+    """A launched step; its results lie in pinned memory once it has ended."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        num_drafts: list[int],
+        marks: Marks,
+        previous: Marks | None,
+        results: torch.Tensor,
+    ) -> None:
+        self._plan, self._num_drafts = plan, num_drafts
+        self._marks, self._previous, self._results = marks, previous, results
+
+    def retire(self) -> StepResult:
+        """Wait for the step to end, and read what it did."""
+        wait(self._marks.ended)
+        plan = self._plan
+        numbers = self._results[: len(plan.rows)].tolist()
+        rows = [
+            _result(row, num_drafts, values)
+            for row, num_drafts, values in zip(plan.rows, self._num_drafts, numbers, strict=True)
+        ]
+        marks, previous = self._marks, self._previous
+        whole = elapsed_us(marks.begun, marks.ended)
+        if previous is not None:  # it began when the step before had ended, if that was later
+            whole = min(whole, elapsed_us(previous.ended, marks.ended))
+        catch_up = min(elapsed_us(marks.begun, marks.caught_up), whole)
+        num_prefill, num_emitted = _caught_up(plan.rows[: plan.num_decode_rows])
+        if not num_prefill + num_emitted:
+            return StepResult(plan, rows, round(whole))
+        for_emitted = round(catch_up * num_emitted / (num_prefill + num_emitted))
+        return StepResult(
+            plan,
+            rows,
+            round(whole - catch_up),
+            for_emitted,
+            num_emitted,
+            round(catch_up) - for_emitted,
+        )
+
+
+class DeviceRunner:
+    """Target, draft and sampler on one device."""
+
+    def __init__(
+        self,
+        target: DeviceForward,
+        draft: DeviceDraftForward | None,
+        ngram: NgramProposer | None,
+        buckets: Buckets,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Allocate what steps read and write.
+
+        Args:
+            target: The model whose answers count.
+            draft: The draft model, if one drafts.
+            ngram: Drafts by prompt lookup, on the host: steps then run at depth zero.
+            buckets: Sizes to capture.
+            max_num_seqs: Rows of a batch, and slots.
+            max_model_len: Tokens of prompt and answer.
+            vocab_size: Ids that the tokenizer knows: padding above is never sampled.
+            clock: Seconds, monotonic.
+        """
+        self.synthetic_acceptance: float | None = None  # of each draft reached; for benchmarks
+        self._target, self._ngram, self._buckets = target, ngram, buckets
+        self._vocab_size = vocab_size
+        device = target.buffers.device
+        table_width = target.buffers.tables.shape[1]
+        block_size = target.block_size
+        self._stage = Stage(max_rows=max_num_seqs, table_width=table_width, device=device)
+        state = RowState.allocate(max_num_seqs, table_width * block_size + RESULT_WIDTH, device)
+        self._rows = DeviceRows(state, table_width=table_width)
+        self._kernels = StepKernels(
+            state, self._stage.tables, block_size=block_size, max_position=max_model_len - 1
+        )
+        self._choices = Choices.allocate(buckets.max_tokens, device)
+        self._scratch = SampleScratch.allocate(buckets.max_tokens, vocab_size, device)
+        self._results = torch.zeros(max_num_seqs, RESULT_WIDTH, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._host_results = [
+            torch.zeros(max_num_seqs, RESULT_WIDTH, dtype=torch.int32, pin_memory=pinned)
+            for _ in range(2)
+        ]
+        self._timer = Timer(device, clock)
+        self._previous: Marks | None = None
+        self._random = random.Random(0)
+        self.graphs = Graphs(device, self._stage.empty)
+        target.buffers.tables = self._stage.tables
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            draft.buffers.tables = self._stage.tables
+            self.drafter = Drafter(
+                draft,
+                self._stage,
+                self._kernels,
+                self.graphs,
+                buckets,
+                vocab_size=min(vocab_size, draft.vocab_size),
+            )
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight while the next is planned: none where the host makes the drafts."""
+        return 0 if self._ngram is not None else 1
+
+    def warm(self, progress: Callable[[str, str], None]) -> None:
+        """Capture every graph, largest first: they share one pool of memory."""
+        buckets = self._buckets
+        progress("graphs", f"of {len(buckets.decode) + len(buckets.mixed)} sizes")
+        for size in reversed(buckets.mixed):
+            for kept in sorted({buckets.kept_bucket(k, size) for k in (1, *buckets.kept, size)}):
+                self._graph(size, kept, SHORT_HEIGHTS[0], has_prompt=True)
+        for size in reversed(buckets.decode):
+            for height in SHORT_HEIGHTS[:3]:
+                self._graph(size, size, height, has_prompt=False)
+        if self.drafter is not None:
+            self.drafter.warm()
+        progress("graphs", f"{len(self.graphs)} captured in {self.graphs.capture_s:.1f} s")
+
+    def launch(self, plan: Plan) -> DeviceFlight:
+        """Enqueue a step that has rows."""
+        with torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> DeviceFlight:
+        host = self._stage.next_host()
+        for row in plan.rows:
+            self._rows.load(row)
+        num_drafts = self._num_drafts(plan)
+        shape = shape_of(plan, num_drafts)
+        if self.synthetic_acceptance is not None:
+            force(shape, [self._draw(count) for count in num_drafts])
+        num_drafting = sum(row.gamma > 0 for row in plan.rows)
+        shape.write(host.header, host.fields, num_drafting)
+        self._rows.write(host, [row.slot for row in plan.rows])
+        catch_up: list[Callable[[], None]] = []
+        drafts: list[Callable[[], None]] = []
+        if self.drafter is not None:
+            catch_up, drafts = self.drafter.stage(plan, host)
+        has_prompt = len(plan.rows) > plan.num_decode_rows
+        size = self._buckets.token_bucket(shape.num_tokens, has_prompt=has_prompt)
+        kept = self._buckets.kept_bucket(shape.num_kept, size) if has_prompt else size
+        verify = self._graph(size, kept, shape.short_height, has_prompt=has_prompt)
+
+        begun = self._timer.mark()
+        self._stage.send(host, len(plan.rows))
+        for run in catch_up:
+            run()
+        caught_up = self._timer.mark() if catch_up else begun
+        for run in drafts:
+            run()
+        verify()
+        self._host_results.reverse()
+        results = self._host_results[0]
+        results.copy_(self._results, non_blocking=True)
+        marks = Marks(begun, caught_up, self._timer.mark())
+        previous, self._previous = self._previous, marks
+        return DeviceFlight(plan, num_drafts, marks, previous, results)
+
+    def _num_drafts(self, plan: Plan) -> list[int]:
+        """Drafts that each row verifies; those of n-grams are sent."""
+        if self._ngram is None:
+            return [row.gamma for row in plan.rows]
+        counts = [0] * len(plan.rows)
+        decode = plan.rows[: plan.num_decode_rows]
+        if any(row.gamma for row in decode):
+            proposal = self._ngram.propose(decode, plan.num_verified)
+            for index, (row, drafts) in enumerate(zip(decode, proposal.drafts, strict=True)):
+                if drafts:
+                    self._rows.write_drafts(row.slot, len(row.sequence.token_ids), drafts)
+                    counts[index] = len(drafts)
+        return counts
+
+    def _graph(
+        self, num_tokens: int, num_kept: int, height: int, *, has_prompt: bool
+    ) -> Callable[[], None]:
+        key = ("step", num_tokens, num_kept, height, has_prompt)
+        return self.graphs.get(
+            key, lambda: self._step(num_tokens, num_kept, height, has_prompt=has_prompt)
+        )
+
+    def _step(
+        self, num_tokens: int, num_kept: int, height: int, *, has_prompt: bool
+    ) -> Callable[[], None]:
+        target, stage, choices = self._target, self._stage, self._choices
+        buffers = target.buffers
+        inputs = buffers.view(num_tokens, num_kept, short_height=height, has_long=has_prompt)
+        sampling = stage.sample_inputs(choices, num_kept)
+        ids = choices.ids[:num_kept]
+        capacity = min(num_tokens, buffers.max_rows)
+
+        def run() -> None:
+            self._kernels.prepare(stage.rows, inputs, buffers, choices)
+            logits = target.logits(inputs)
+            sample_rows(logits, sampling, self._scratch, ids, vocab_size=self._vocab_size)
+            self._kernels.accept(stage.rows, choices, self._results, capacity)
+
+        return run
+
+    def _draw(self, num_drafts: int) -> int:
+        """Drafts accepted at the synthetic rate."""
+        assert self.synthetic_acceptance is not None
+        count = 0
+        while count < num_drafts and self._random.random() < self.synthetic_acceptance:
+            count += 1
+        return count
+
+
+def _result(row: PlannedRow, num_drafts: int, values: Sequence[int]) -> RowResult:
+    if not row.samples:
+        return RowResult([])
+    num_accepted = values[0]
+    result = RowResult(list(values[1 : num_accepted + 2]), num_drafts, num_accepted)
+    if result.token_ids[-1] < 0:
+        result.error = NOT_NUMBERS
+    if row.is_decode:
+        # Steps retire in order: a row that is still of this epoch is as it was at the start.
+        if row.gamma:
+            result.draft_end = len(row.sequence.token_ids) + row.gamma - 1
+            result.draft_failed = bool(values[RESULT_WIDTH - 1])
+        elif row.num_catch_up:
+            result.draft_end = row.draft_start + row.num_catch_up
+    return result
+
+
+def _caught_up(rows: Sequence[PlannedRow]) -> tuple[int, int]:
+    """Tokens that the draft caught up: of prompts, and emitted at gamma 0."""
+    num_prefill = num_emitted = 0
+    for row in rows:
+        if row.num_catch_up:
+            first, end = row.draft_start, row.draft_start + row.num_catch_up
+            border = min(max(row.sequence.num_prefill_tokens, first), end)
+            num_prefill += border - first
+            num_emitted += end - border
+    return num_prefill, num_emitted
