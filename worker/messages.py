@@ -139,6 +139,17 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     image_sha256: bytes
 
 
+class ProductChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of `nightjar.v1.ProductChoice`."""
+
+    num_outputs: int
+    num_inputs: int
+    num_rows: int
+    kernel: str
+    us: float = 0.0
+    ratio: float = 0.0
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine serves."""
 
@@ -157,6 +168,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     fingerprint: str
     build: str  # "eager" or "compiled"
     pool: PoolInfo | None  # None without a draft model: nothing to give back
+    products: tuple[ProductChoice, ...] = ()
+    device_name: str = "cpu"
 
 
 class RowUsage(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
 from nightjar import validation
 from nightjar.errors import EngineFailure, Unavailable
 from nightjar.v1 import (
@@ -162,6 +164,9 @@ def worker_status(state: WorkerState) -> worker_pb2.GetWorkerStatusResponse:
         answer.arithmetic.mode = ready.arithmetic
         answer.arithmetic.fingerprint = ready.fingerprint
         answer.arithmetic.build = ready.build
+        answer.arithmetic.device = ready.device_name
+        for choice in ready.products:
+            answer.arithmetic.products.add(**msgspec.structs.asdict(choice))
         if ready.arithmetic == "free":
             answer.arithmetic.reason = ready.arithmetic_reason
     if engine.status is not None:

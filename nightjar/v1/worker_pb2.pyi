@@ -3,8 +3,10 @@
 isort:skip_file
 State of a worker, for gateways and operators."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -278,6 +280,8 @@ class ArithmeticStatus(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
     """"exact" or "free"."""
     fingerprint: _builtins.str
@@ -286,6 +290,12 @@ class ArithmeticStatus(_message.Message):
     """"eager" or "compiled"."""
     reason: _builtins.str
     """Why the mode is free although exact was the default; empty otherwise."""
+    device: _builtins.str
+    """Name of the device, for example "cpu" or "NVIDIA H200"."""
+    @_builtins.property
+    def products(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProductChoice]:
+        """Which kernel multiplies by which weights; empty on a CPU."""
+
     def __init__(
         self,
         *,
@@ -293,14 +303,58 @@ class ArithmeticStatus(_message.Message):
         fingerprint: _builtins.str = ...,
         build: _builtins.str = ...,
         reason: _builtins.str = ...,
+        products: _abc.Iterable[Global___ProductChoice] | None = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "fingerprint", b"fingerprint", "mode", b"mode", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "device", b"device", "fingerprint", b"fingerprint", "mode", b"mode", "products", b"products", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ArithmeticStatus: _TypeAlias = ArithmeticStatus  # noqa: Y015
+
+@_typing.final
+class ProductChoice(_message.Message):
+    """The fastest kernel found for products with weights of one shape."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_OUTPUTS_FIELD_NUMBER: _builtins.int
+    NUM_INPUTS_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
+    US_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    num_outputs: _builtins.int
+    """Outputs of the product: rows of the weight."""
+    num_inputs: _builtins.int
+    """Inputs of the product: columns of the weight."""
+    num_rows: _builtins.int
+    """Most token rows that this choice is for."""
+    kernel: _builtins.str
+    """"cublas", or the tile's sizes."""
+    us: _builtins.float
+    """Measured time in microseconds; 0 where none was measured."""
+    ratio: _builtins.float
+    """Its time over that of cuBLAS's own choice; 0 where none was measured."""
+    def __init__(
+        self,
+        *,
+        num_outputs: _builtins.int = ...,
+        num_inputs: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+        kernel: _builtins.str = ...,
+        us: _builtins.float = ...,
+        ratio: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kernel", b"kernel", "num_inputs", b"num_inputs", "num_outputs", b"num_outputs", "num_rows", b"num_rows", "ratio", b"ratio", "us", b"us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProductChoice: _TypeAlias = ProductChoice  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
