@@ -9,13 +9,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from fake_device import FakeDeviceRunner
 from fake_forward import FakeForward, Kind
 
 from worker.engine.block_manager import BlockManager
 from worker.engine.decisions import Choice
 from worker.engine.drafting import Drafting
 from worker.engine.plan import Plan, StepResult
-from worker.engine.runner import Flight, Runner
+from worker.engine.runner import Launched, Runner, StepRunner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence, StopDetector
 from worker.messages import Finished, SamplingParams, StepOutput
@@ -43,7 +44,11 @@ class Answer:
 
 
 class Rig:
-    """An engine without messages. `gamma` and `extra` are numbers, or draw one for each step."""
+    """An engine without messages. `gamma` and `extra` are numbers, or draw one for each step.
+
+    At depth one a step is planned while the one before is in flight on a device; n-grams need
+    the host.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Rig:
         vocab_size: int | None = None,
         eos_token_ids: Seq[int] = (),
         depth: int = 0,
+        eager: bool = True,
     ) -> None:
         vocab_size = vocab_size or target.vocab_size
         ticks = iter(range(10**9))
@@ -99,11 +105,13 @@ class Rig:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        self.runner = Runner(
+        runner = Runner(
             target, proposer, sample, vocab_size=vocab_size, block_size=block_size, clock=clock
         )
+        assert not (ngram and depth)
+        self.runner: StepRunner = FakeDeviceRunner(runner, eager=eager) if depth else runner
         self.answers: dict[int, Answer] = {}
-        self.flights: deque[tuple[Plan, Flight]] = deque()
+        self.flights: deque[tuple[Plan, Launched]] = deque()
         self.done: list[StepResult] = []
 
     def submit(

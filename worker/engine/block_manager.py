@@ -8,6 +8,7 @@ Blocks [0, num_base_blocks) are the head. The tail follows; it is the draft's at
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -91,13 +92,17 @@ class BlockManager:
 
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
         """Append blocks until the table covers `num_tokens`; False, and no change, if too few."""
-        missing = -(-num_tokens // self.block_size) - len(block_table)
+        missing = self.num_missing(block_table, num_tokens)
         if missing <= 0:
             return True
         if missing > self.num_free:
             return False
         block_table.extend([self._take() for _ in range(missing)])
         return True
+
+    def num_missing(self, block_table: Sequence[int], num_tokens: int) -> int:
+        """Blocks that a table lacks to cover `num_tokens`; 0 or less if it covers them."""
+        return -(-num_tokens // self.block_size) - len(block_table)
 
     def _take(self) -> int:
         if self._free_head:
@@ -138,6 +143,11 @@ class BlockManager:
             self._free_head.append(block_id)
         else:
             self._free_tail.append(block_id)
+
+    def num_returning(self, block_tables: Iterable[Sequence[int]]) -> int:
+        """How many blocks a row could get more of, once all these tables are released."""
+        counts = Counter(block_id for table in block_tables for block_id in table)
+        return sum(n == self._refs[b] and not self._is_shut(b) for b, n in counts.items())
 
     # ---- prefix cache ----
 

@@ -13,7 +13,7 @@ from worker.engine.block_manager import BlockManager
 from worker.engine.decisions import Choice
 from worker.engine.plan import Plan, PlannedRow
 from worker.engine.sequence import Sequence
-from worker.speculative.proposer import Proposer
+from worker.speculative.proposer import Capabilities
 
 # The token just chosen and, after every draft was accepted, the last of them: these the draft
 # takes with its first forward anyway. Anything more is caught up.
@@ -35,7 +35,7 @@ class Drafting:
     def __init__(
         self,
         blocks: BlockManager,
-        proposer: Proposer | None,
+        proposer: Capabilities | None,
         *,
         max_gamma: int,
         max_catchup_tokens: int,
@@ -80,21 +80,18 @@ class Drafting:
             budget: Tokens that the step has left for drafts.
         """
         rows = plan.rows
-        stale = [0]
-        if self._has_cache:
-            for row in rows:
-                row.draft_start = self.num_draft_computed(row.sequence)
-                stale.append(row.sequence.num_computed_tokens - row.draft_start)
+        lags = [self._lag(row) for row in rows] if self._has_cache else [1] * len(rows)
         limit = min(self.max_gamma, budget // len(rows)) if self.usable else 0
-        caps = [self._row_cap(row.sequence) for row in rows] if limit > 0 else [0]
+        num_free = 0 if plan.waits else self._blocks.num_free
+        caps = [self._row_cap(row, num_free) for row in rows] if limit > 0 else [0]
         plan.possible_gamma = min(limit, max(caps))
         wanted = min(choice.gamma, plan.possible_gamma)
         if wanted > 0:
             longest = min(wanted + self._extra(choice), self.max_gamma)
             left = self._max_catchup_tokens
-            for row, cap in zip(rows, caps, strict=True):
+            for row, cap, lag in zip(rows, caps, lags, strict=True):
                 if cap > 0:
-                    left -= self._plan_row(row, min(longest, cap), left)
+                    left -= self._plan_row(row, min(longest, cap), lag, left)
             drafting = [row for row in rows if row.gamma]
             if len(drafting) == 1:  # with nobody to choose between, its first are verified
                 drafting[0].gamma = min(drafting[0].gamma, wanted)
@@ -102,7 +99,30 @@ class Drafting:
             plan.gamma = min(wanted, max(gammas, default=0))
             plan.num_verified = min(sum(gammas), wanted * len(gammas))
         feasible = plan.possible_gamma if plan.gamma or wanted <= 0 else 0
-        return Staleness(max(stale), sum(stale), feasible)
+        # The newest token, which the target's cache lacks as well, is no staleness.
+        return Staleness(max(lags) - 1, sum(lags) - len(lags), feasible)
+
+    def _lag(self, row: PlannedRow) -> int:
+        """Set where a row's draft cache will end, as far as it is known; tokens it then lacks.
+
+        A row that drafts in flight lacks 1 or, if all is accepted, 2; which of them nobody asks.
+        `draft_start` is then what was filled before: a fill from there covers what the flight
+        filled too, for it retires first.
+        """
+        row.draft_version = self._blocks.draft_version
+        row.draft_start = self.num_draft_computed(row.sequence)
+        flight = row.sequence.flight
+        if flight is not None and not self._was_forgotten(flight):
+            if flight.gamma:
+                return 1
+            if flight.num_catch_up:
+                row.draft_start = flight.draft_start + flight.num_catch_up
+        return row.bound - row.draft_start
+
+    def _was_forgotten(self, flight: PlannedRow) -> bool:
+        """Whether what a row's step in flight adds to the draft's cache will not count."""
+        touches = flight.gamma > 0 or flight.num_catch_up > 0
+        return self._has_cache and touches and flight.draft_version != self._blocks.draft_version
 
     def _extra(self, choice: Choice) -> int:
         """Drafts of each row above gamma; none where nothing says which are the likeliest."""
@@ -117,31 +137,29 @@ class Drafting:
             return 0
         return max(0, choice.num_extra_drafts)
 
-    def _row_cap(self, sequence: Sequence) -> int:
+    def _row_cap(self, row: PlannedRow, num_free: int) -> int:
         """Most drafts that a row could use now: they and one more token must have room."""
         assert self._proposer is not None
-        if sequence.draft_broken:
+        sequence, flight = row.sequence, row.sequence.flight
+        if sequence.draft_broken or (flight is not None and self._was_forgotten(flight)):
             return 0
-        blocks, num_tokens = self._blocks, len(sequence.token_ids)
-        num_slots = (len(sequence.block_table) + blocks.num_free) * blocks.block_size
+        num_slots = (len(sequence.block_table) + num_free) * self._blocks.block_size
         cap = min(
-            sequence.max_num_tokens - num_tokens - 1,
-            num_slots - num_tokens,
-            self._proposer.max_row_gamma(num_tokens),
+            sequence.max_num_tokens - row.bound - 1,
+            num_slots - row.bound,
+            self._proposer.max_row_gamma(row.bound),
         )
         max_gamma = sequence.params.max_gamma
         return max(0, cap if max_gamma is None else min(cap, max_gamma))
 
-    def _plan_row(self, row: PlannedRow, gamma: int, max_catch_up: int) -> int:
+    def _plan_row(self, row: PlannedRow, gamma: int, lag: int, max_catch_up: int) -> int:
         """Give a row its drafts, their slots, and its catch-up; returns the tokens caught up."""
-        blocks, sequence = self._blocks, row.sequence
-        num_tokens, table = len(sequence.token_ids), sequence.block_table
-        if not blocks.grow(table, num_tokens + gamma):
-            gamma = min(gamma, len(table) * blocks.block_size - num_tokens)
+        blocks, table = self._blocks, row.sequence.block_table
+        if not blocks.grow(table, row.bound + gamma):
+            gamma = min(gamma, len(table) * blocks.block_size - row.bound)
             if gamma <= 0:
                 return 0
         row.gamma = gamma
-        lag = num_tokens - row.draft_start
         if not self._has_cache or lag <= MAX_REGULAR_LAG:
             return 0
         row.num_catch_up = min(lag - 1, max_catch_up)

@@ -136,7 +136,7 @@ class ElasticMemory:
 
     @property
     def launch_allowed(self) -> bool:
-        """False while no step may be launched."""
+        """False while no step may be launched, nor be in flight when `after_retire` is called."""
         return self._phase not in _PAUSED
 
     @property

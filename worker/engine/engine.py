@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -12,7 +14,7 @@ from nightjar import log
 from nightjar.errors import EngineFailure
 from worker.engine.links import Clock, Memory, Planner
 from worker.engine.plan import Plan
-from worker.engine.runner import Runner
+from worker.engine.runner import Launched, StepRunner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence, StopDetector
 from worker.messages import (
@@ -56,7 +58,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: StepRunner,
         planner: Planner,
         memory: Memory,
         channel: Channel,
@@ -91,6 +93,8 @@ class Engine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._stop_detector = stop_detector
         self._clock = clock
+        self._plans: deque[Plan] = deque()  # in flight, oldest first, and what they became
+        self._flights: deque[Launched] = deque()
         self._poll_s = IDLE_POLL_S
         self._num_failed_steps = 0
         self._status_at = float("-inf")
@@ -111,11 +115,15 @@ class Engine:
         """Take messages, then run a step if there is one; False after `Shutdown`."""
         for message in self.channel.poll(self._poll_s):
             if isinstance(message, Shutdown):
+                self._retire_all()
                 self._deliver(_ends(self.scheduler.abort_all()))
                 return False
             self._receive(message)
+        if not self.memory.elastic.launch_allowed:
+            self._retire_all()
         self.memory.advance()
         if not self.scheduler.has_work:
+            self._retire_all()
             self._poll_s = IDLE_POLL_S
         elif self.memory.elastic.launch_allowed and self.step():
             self._poll_s = 0
@@ -128,27 +136,44 @@ class Engine:
         return True
 
     def step(self) -> bool:
-        """One step's life, at depth zero; False if nothing could be launched.
+        """One step's life; False if nothing could be launched and nothing was in flight.
 
-        At depth one the step that retires here is the one before: flight and plan then wait a
-        turn, and nothing else changes, since rows in flight are left alone by `schedule` and
-        results apply only to the row epoch that they were launched with.
+        At depth zero the step that retires here is the one launched; at depth one it is the one
+        before. Its results apply only to the row epoch that it was launched with.
         """
         decision = self.planner.decision()
         plan = self.scheduler.schedule(decision)
         if not plan.rows:
-            return False
+            return self._retire_all()
+        self._plans.append(plan)
         try:
-            flight = self.runner.launch(plan)
-            done = flight.retire()
+            self._flights.append(self.runner.launch(plan))
         except Exception as error:
-            self._step_failed(plan, error)
-            return True
+            self._steps_failed(error)
+        while len(self._flights) > self.runner.depth:
+            self._retire()
+        return True
+
+    def _retire(self) -> None:
+        """Wait for the oldest step in flight, and hand on what it did."""
+        try:
+            done = self._flights[0].retire()
+        except Exception as error:
+            self._steps_failed(error)
+            return
+        self._flights.popleft()
+        self._plans.popleft()
         self._num_failed_steps = 0
         self._deliver(self.scheduler.commit(done))
         self.planner.report(done)
         self.memory.report(self.planner.last.exploit_gamma)
-        return True
+
+    def _retire_all(self) -> bool:
+        """Leave nothing in flight; False if nothing was."""
+        found = bool(self._flights)
+        while self._flights:
+            self._retire()
+        return found
 
     def _receive(self, message: ToEngine) -> None:
         match message:
@@ -184,11 +209,17 @@ class Engine:
         if refused is not None:
             self._deliver(_ends([refused]))
 
-    def _step_failed(self, plan: Plan, error: Exception) -> None:
-        """End the rows of a step that raised; a row alone cannot be blamed."""
-        log.get().error("a step failed", num_rows=len(plan.rows), exc_info=error)
+    def _steps_failed(self, error: Exception) -> None:
+        """End the rows of a step that raised, and of one in flight with it; none can be blamed."""
+        log.get().error("a step failed", num_rows=len(self._plans[-1].rows), exc_info=error)
         self._num_failed_steps += 1
-        self._deliver(self.scheduler.fail(plan, f"the engine failed in a step: {error}"))
+        while self._flights:
+            # Whatever comes of it: its blocks change hands only when it has ended.
+            with contextlib.suppress(Exception):
+                self._flights.popleft().retire()
+        while self._plans:
+            plan = self._plans.popleft()
+            self._deliver(self.scheduler.fail(plan, f"the engine failed in a step: {error}"))
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise EngineFailure(f"{MAX_FAILED_STEPS} steps in a row failed: {error}") from error
 

@@ -129,7 +129,7 @@ class Memory:
         self._send_all(self.elastic.on_message(message))
 
     def advance(self) -> None:
-        """Let a transition go on; nothing is in flight."""
+        """Let a transition go on; nothing is in flight unless steps may be launched."""
         self._send_all(self.elastic.after_retire())
         self._scheduler.drafting.set_resident(self.elastic.draft_usable)
 

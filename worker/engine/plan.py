@@ -14,7 +14,8 @@ class PlannedRow:
     """One row of a step.
 
     A decode row's input is its last token and up to `gamma` drafts. A prefill row's is the next
-    `num_tokens` of its tokens; with the last of them it samples.
+    `num_tokens` of its tokens; with the last of them it samples. Planned while the row's step
+    before is in flight, a decode row does not know where it begins: `bound` is the most.
     """
 
     sequence: Sequence
@@ -25,6 +26,10 @@ class PlannedRow:
     gamma: int = 0  # most drafts that it makes
     draft_start: int = 0  # tokens that the draft's cache holds
     num_catch_up: int = 0  # tokens that the draft computes before it drafts, if it drafts at all
+    draft_version: int = 0  # of the blocks' fill, that `draft_start` relies on
+    first: int = 0  # position of its first input token; -1: the device knows, the host does not yet
+    bound: int = 0  # tokens that it has, or may have, when the step begins
+    slot: int = -1  # the sequence's, which may lose it before the step retires
 
 
 @dataclass(slots=True)
@@ -39,7 +44,7 @@ class Plan:
     num_verified: int = 0  # most drafts the target takes: of more, the likeliest of all rows
     context: Context | None = None  # of the step, as far as the scheduler knows it
     possible_gamma: int = 0  # feasible once the draft has caught up: what a decision may ask for
-    draft_epoch: int = 0
+    waits: bool = False  # a row waits for blocks in flight: nobody younger takes any meanwhile
 
 
 @dataclass(slots=True)

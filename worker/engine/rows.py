@@ -1,17 +1,26 @@
 """All sequences of an engine, waiting and running, and what they hold: the state of the scheduler.
 
-A row keeps its blocks until every step launched with it has retired: what it releases while a
-step in flight names it waits in limbo.
+A row keeps its blocks and its slot until every step launched with it has retired: what it
+releases while a step in flight names it waits in limbo.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from worker.engine.block_manager import BlockManager
 from worker.engine.drafting import Drafting
-from worker.engine.sequence import Sequence, SequenceStatus
+from worker.engine.sequence import NO_SLOT, Sequence, SequenceStatus
 from worker.messages import Finished
+
+
+class _Held(NamedTuple):
+    """What a row had that ended, or was preempted, in flight."""
+
+    last_step: int  # that names it
+    block_table: list[int]
+    slot: int
 
 
 class Rows:
@@ -35,8 +44,8 @@ class Rows:
         self._by_id: dict[int, Sequence] = {}
         self._num_launched = 0
         self._num_retired = 0
-        # (last step that names them, blocks): of rows that ended or were preempted in flight.
-        self._limbo: list[tuple[int, list[int]]] = []
+        self._limbo: list[_Held] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.num_generated_tokens = 0
         self.num_draft_tokens = 0
@@ -111,19 +120,25 @@ class Rows:
         return sequence.ended(reason, error)
 
     def _release(self, sequence: Sequence) -> None:
-        """Take a row's blocks; a step in flight that names them delays it."""
-        table, sequence.block_table = sequence.block_table, []
+        """Take a row's blocks and slot; a step in flight that names them delays it."""
+        held = _Held(sequence.last_step, sequence.block_table, sequence.slot)
+        sequence.block_table, sequence.slot, sequence.flight = [], NO_SLOT, None
         sequence.epoch += 1
         sequence.draft_hint = 0
-        if sequence.last_step > self._num_retired:
-            self._limbo.append((sequence.last_step, table))
+        if held.slot == NO_SLOT:
+            return  # it waits
+        if self._in_flight(sequence):
+            self._limbo.append(held)
         else:
-            self.blocks.release(table)
+            self._give_back(held)
+
+    def _give_back(self, held: _Held) -> None:
+        self.blocks.release(held.block_table)
+        self._free_slots.append(held.slot)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Send the youngest running row back to the front of the queue, to be recomputed."""
-        assert sequence is self.running[-1]
-        self.running.pop()
+        """Send a running row back to the front of the queue, to be recomputed."""
+        self.running.remove(sequence)
         self._release(sequence)
         sequence.status, sequence.phase = SequenceStatus.WAITING, "prefill"
         sequence.num_computed_tokens = 0
@@ -139,17 +154,23 @@ class Rows:
     def _retire(self, step: int) -> None:
         assert step == self._num_retired + 1, "steps retire in the order of their launch"
         self._num_retired = step
-        due = [table for last_step, table in self._limbo if last_step <= step]
-        self._limbo = [entry for entry in self._limbo if entry[0] > step]
-        for table in due:
-            self.blocks.release(table)
+        due = [held for held in self._limbo if held.last_step <= step]
+        self._limbo = [held for held in self._limbo if held.last_step > step]
+        for held in due:
+            self._give_back(held)
+
+    def _num_returning(self) -> int:
+        """Blocks that come free for sure when what is in flight has retired."""
+        tables = [held.block_table for held in self._limbo]
+        tables += [sequence.block_table for sequence in self.running if sequence.will_end]
+        return self.blocks.num_returning(tables)
 
     # ---- elastic memory ----
 
     def blocks_being_filled(self) -> set[int]:
         """Blocks that a step may still write."""
         size = self.blocks.block_size
-        filling = {b for _, table in self._limbo for b in table}
+        filling = {b for held in self._limbo for b in held.block_table}
         for sequence in self.running:
             filling.update(sequence.block_table[sequence.num_computed_tokens // size :])
         return filling
@@ -159,7 +180,8 @@ class Rows:
         assert self._num_launched == self._num_retired
         self.blocks.rename(moves)
         for sequence in self.running:
-            sequence.block_table[:] = [moves.get(b, b) for b in sequence.block_table]
+            # A new list: runners keep copies of tables, and take in only what is appended.
+            sequence.block_table = [moves.get(b, b) for b in sequence.block_table]
 
     # ---- invariants ----
 
@@ -167,19 +189,22 @@ class Rows:
         """Assert the invariants of sequences and blocks."""
         blocks, size = self.blocks, self.blocks.block_size
         tables = [sequence.block_table for sequence in self.running]
-        blocks.check_integrity([*tables, *(table for _, table in self._limbo)])
-        assert len(self.running) <= self.max_num_seqs
-        assert all(step > self._num_retired for step, _ in self._limbo)
+        blocks.check_integrity([*tables, *(held.block_table for held in self._limbo)])
+        assert all(held.last_step > self._num_retired for held in self._limbo)
+        slots = [sequence.slot for sequence in self.running] + [held.slot for held in self._limbo]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         assert {s.request_id for s in [*self.running, *self._waiting]} == set(self._by_id)
         for sequence in self._waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table
             assert sequence.num_computed_tokens == 0
+            assert (sequence.slot, sequence.flight) == (NO_SLOT, None)
         for sequence in self.running:
             num_computed, num_tokens = sequence.num_computed_tokens, len(sequence.token_ids)
             assert sequence.status is SequenceStatus.RUNNING
             assert num_computed <= len(sequence.block_table) * size
             assert num_tokens < sequence.max_num_tokens
+            self._check_flight(sequence)
             if sequence.phase == "decode":
                 assert num_computed == num_tokens - 1
             else:
@@ -190,3 +215,18 @@ class Rows:
                 sequence.hashes(num_computed // size, size, blocks.salt),
                 self.drafting.num_draft_computed(sequence),
             )
+
+    def _check_flight(self, sequence: Sequence) -> None:
+        flight = sequence.flight
+        assert (flight is not None) == self._in_flight(sequence)
+        if flight is None:
+            return
+        assert (flight.sequence, flight.epoch) == (sequence, sequence.epoch)
+        assert flight.slot == sequence.slot
+        num_slots = len(sequence.block_table) * self.blocks.block_size
+        if flight.is_decode:
+            assert len(sequence.token_ids) <= flight.bound <= sequence.max_num_tokens
+            assert num_slots >= flight.bound + flight.gamma
+        else:
+            assert flight.first >= sequence.num_computed_tokens
+            assert flight.first + flight.num_tokens <= sequence.num_prefill_tokens <= num_slots

@@ -8,6 +8,7 @@ it says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from worker.engine.plan import Plan, RowResult, StepResult
 from worker.messages import SamplingParams
@@ -18,19 +19,42 @@ from worker.speculative.proposer import Proposal, Proposer, Sampler
 NOT_NUMBERS = "the model's logits for this request are not numbers"
 
 
+class Launched(Protocol):
+    """A step on its way. Everything that it names stays with it until it has retired."""
+
+    def retire(self) -> StepResult:
+        """Wait for the step to end; steps retire in the order of their launch."""
+        ...
+
+
+class StepRunner(Protocol):
+    """What runs planned steps, on whatever device."""
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight while the next is planned: 0 or 1."""
+        ...
+
+    def launch(self, plan: Plan) -> Launched:
+        """Start a step that has rows."""
+        ...
+
+
 class Flight:
-    """A launched step. Everything that it names stays with it until it has retired."""
+    """A step that its launch computed."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
     def retire(self) -> StepResult:
-        """Wait for the step to end. On a CPU it has: the launch computed it."""
+        """What came of it."""
         return self._result
 
 
 class Runner:
-    """Target, proposer and sampler."""
+    """Target, proposer and sampler on a CPU."""
+
+    depth = 0
 
     def __init__(
         self,
@@ -68,7 +92,7 @@ class Runner:
         positions: list[int] = []
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
-            first = sequence.num_computed_tokens
+            first = row.first
             token_ids = sequence.token_ids[first : first + row.num_tokens]
             num_logits = int(row.samples)
             if row.is_decode and proposal is not None:

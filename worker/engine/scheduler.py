@@ -3,6 +3,9 @@
 Continuous batching: decode rows first, then prompt chunks, then admissions, first come first
 served. When blocks run out the youngest row is preempted and later recomputed, so the oldest
 always advances.
+
+A step may be planned while the one before it is in flight with the same rows: plans then go by
+what those rows will have at least and at most.
 """
 
 from __future__ import annotations
@@ -26,14 +29,16 @@ class Scheduler(Rows):
 
     def schedule(self, choose: Chooser) -> Plan:
         """Plan the next step; it may be empty when nothing fits at present."""
-        rows = self._decode_rows()
-        plan = Plan(self._num_launched + 1, rows, len(rows), draft_epoch=self.blocks.draft_epoch)
+        assert self._num_launched - self._num_retired <= 1, "bounds hold over one step in flight"
+        plan = Plan(self._num_launched + 1, [])
+        rows = plan.rows
+        self._add_decode_rows(plan)
         budget = self.max_num_batched_tokens - len(rows)
         if not rows:
             self._add_prefill_rows(plan, budget)
         else:
             # A row attends to all of its tokens, the last of which gets its KV in this step.
-            num_kv_tokens = sum([len(row.sequence.token_ids) for row in rows])
+            num_kv_tokens = sum([row.bound for row in rows])
             plan.choice = choose(len(rows), num_kv_tokens)
             stale = self.drafting.plan(plan, plan.choice, budget)
             budget -= plan.num_verified
@@ -53,23 +58,43 @@ class Scheduler(Rows):
             self._num_launched = plan.step
             for row in plan.rows:
                 row.sequence.last_step = plan.step
+                row.sequence.flight = row
         return plan
 
-    def _decode_rows(self) -> list[PlannedRow]:
-        """Every decode row that has a slot for its last token, found at the youngest's cost."""
-        rows: list[PlannedRow] = []
+    def _add_decode_rows(self, plan: Plan) -> None:
+        """Every decode row that has room for its last token, found at the youngest's cost."""
         for sequence in list(self.running):
-            if sequence.phase != "decode" or self._in_flight(sequence):
+            if not sequence.will_decode or sequence.will_end:
                 continue
-            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence):
-                rows.append(PlannedRow(sequence, sequence.epoch, 1, True, True))
-        return rows
+            bound = sequence.bound
+            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, bound, plan):
+                first = sequence.num_computed_tokens if sequence.flight is None else -1
+                plan.rows.append(
+                    PlannedRow(
+                        sequence,
+                        sequence.epoch,
+                        1,
+                        True,
+                        True,
+                        first=first,
+                        bound=bound,
+                        slot=sequence.slot,
+                    )
+                )
+        plan.num_decode_rows = len(plan.rows)
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        while not self.blocks.grow(sequence.block_table, len(sequence.token_ids)):
-            youngest = self.running[-1]
-            if youngest is self.running[0] or self._in_flight(youngest):
-                return False  # what is missing is granted, or comes back when a step retires
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
+        blocks, table = self.blocks, sequence.block_table
+        if plan.waits:
+            return num_tokens <= len(table) * blocks.block_size
+        while not blocks.grow(table, num_tokens):
+            if blocks.num_missing(table, num_tokens) <= blocks.num_free + self._num_returning():
+                plan.waits = True
+                return False
+            staying = [other for other in self.running if not other.will_end]
+            youngest = staying[-1]
+            if youngest is staying[0]:
+                return False  # what is missing is granted
             self._preempt(youngest)
             if youngest is sequence:
                 return False
@@ -79,22 +104,33 @@ class Scheduler(Rows):
         """Spend the rest of the step's tokens on prompts; returns how many were spent."""
         left = budget
         for sequence in self.running:
-            if left > 0 and sequence.phase == "prefill" and not self._in_flight(sequence):
+            if left > 0 and not sequence.will_decode:
                 left -= self._add_chunk(plan, sequence, left)
-        while left > 0 and self._waiting and len(self.running) < self.max_num_seqs:
+        while left > 0 and self._waiting and self._free_slots and not plan.waits:
             if not self._admit(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
+            sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
             left -= self._add_chunk(plan, sequence, left)
         return budget - left
 
     def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
-        missing = sequence.num_prefill_tokens - sequence.num_computed_tokens
-        num_tokens = min(missing, budget)
-        is_last = num_tokens == missing
-        plan.rows.append(PlannedRow(sequence, sequence.epoch, num_tokens, is_last, False))
+        first, end = sequence.will_have_computed, sequence.num_prefill_tokens
+        num_tokens = min(end - first, budget)
+        plan.rows.append(
+            PlannedRow(
+                sequence,
+                sequence.epoch,
+                num_tokens,
+                first + num_tokens == end,
+                False,
+                first=first,
+                bound=end,
+                slot=sequence.slot,
+            )
+        )
         return num_tokens
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -129,15 +165,23 @@ class Scheduler(Rows):
         output = _Columns()
         most = max([row.gamma for row in plan.rows])
         done.reached, done.accepted = [0] * most, [0] * most
+        version = self.blocks.draft_version
         for row, result in zip(plan.rows, done.rows, strict=True):
             if row.epoch == row.sequence.epoch:
-                self._apply(row, result, done, output)
+                self._apply(row, result, done, output, version)
         return output.message()
 
     def _apply(
-        self, row: PlannedRow, result: RowResult, done: StepResult, output: _Columns
+        self,
+        row: PlannedRow,
+        result: RowResult,
+        done: StepResult,
+        output: _Columns,
+        draft_version: int,
     ) -> None:
         sequence = row.sequence
+        if sequence.flight is row:
+            sequence.flight = None
         num_known, num_before = len(sequence.token_ids), sequence.num_computed_tokens
         num_kept, reason, error = 0, "", result.error
         if not error:
@@ -156,7 +200,7 @@ class Scheduler(Rows):
         else:
             sequence.num_computed_tokens += row.num_tokens
             sequence.phase = "decode" if row.samples else "prefill"
-        self._record_blocks(row, result, done.plan, num_before)
+        self._record_blocks(row, result, num_before, draft_version)
         if num_kept:
             output.add(sequence.request_id, sequence.token_ids[num_known:])
             self.num_generated_tokens += num_kept
@@ -185,15 +229,19 @@ class Scheduler(Rows):
             sequence.policy_version = done.plan.choice.policy_version
 
     def _record_blocks(
-        self, row: PlannedRow, result: RowResult, plan: Plan, num_before: int
+        self, row: PlannedRow, result: RowResult, num_before: int, draft_version: int
     ) -> None:
-        """Cut the draft's cache to the accepted length, and let full blocks be found."""
+        """Cut the draft's cache to the accepted length, and let full blocks be found.
+
+        What the draft filled counts only if nothing that it built on was forgotten since the
+        step was planned: the step before it may have been in flight then, and failed.
+        """
         sequence, blocks = row.sequence, self.blocks
         table, num_computed = sequence.block_table, sequence.num_computed_tokens
         if result.draft_failed:
             sequence.draft_broken = True
             blocks.forget_draft(table)
-        elif result.draft_end and plan.draft_epoch == blocks.draft_epoch:
+        elif result.draft_end and row.draft_version == draft_version:
             blocks.fill_draft(table, row.draft_start, min(result.draft_end, num_computed))
         size = blocks.block_size
         num_full = num_computed // size

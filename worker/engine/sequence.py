@@ -6,9 +6,14 @@ import enum
 import hashlib
 from array import array
 from collections.abc import Sequence as Seq
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from worker.messages import Finished, RowUsage, SamplingParams
+
+if TYPE_CHECKING:
+    from worker.engine.plan import PlannedRow
+
+NO_SLOT = -1
 
 
 class SequenceStatus(enum.Enum):
@@ -35,7 +40,8 @@ class Sequence:
     Invariants: tokens [0, num_computed_tokens) have their KV in the block table. A running row
     in phase "decode" has num_computed_tokens == len(token_ids) - 1: its last token is the next
     input. In phase "prefill" it computes up to num_prefill_tokens, which after a preemption
-    covers what it had already generated.
+    covers what it had already generated. All of this is as of the last step that has retired;
+    what the one in flight will have changed is told by bounds.
     """
 
     __slots__ = (
@@ -45,6 +51,7 @@ class Sequence:
         "draft_hint",
         "draft_hint_version",
         "epoch",
+        "flight",
         "gamma_histogram",
         "last_step",
         "max_num_tokens",
@@ -61,6 +68,7 @@ class Sequence:
         "policy_version",
         "proposer_state",
         "request_id",
+        "slot",
         "status",
         "stop_detector",
         "stop_ids",
@@ -96,6 +104,8 @@ class Sequence:
         self.num_prefill_tokens = self.num_prompt_tokens
         self.epoch = 0  # raised when results of launched steps must not be applied any more
         self.last_step = 0  # number of the last step launched with this row
+        self.flight: PlannedRow | None = None  # what that step does, if its result is awaited
+        self.slot = NO_SLOT  # of the device's rows; a running row has one of its own
 
         # Where the walk over the blocks' draft fill may start: blocks before it are full.
         self.draft_hint = 0
@@ -115,6 +125,38 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated and delivered."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    # ---- when the step in flight, if any, has retired ----
+
+    @property
+    def will_decode(self) -> bool:
+        """Whether its prompt is computed."""
+        flight = self.flight
+        return self.phase == "decode" or (flight is not None and flight.samples)
+
+    @property
+    def will_have_computed(self) -> int:
+        """Tokens of its prompt whose KV is there; for a row that will not decode yet."""
+        flight = self.flight
+        return self.num_computed_tokens if flight is None else flight.first + flight.num_tokens
+
+    @property
+    def will_end(self) -> bool:
+        """Whether it ends for sure: with but one token more it is as long as it may get."""
+        flight = self.flight
+        if flight is None or not flight.samples:
+            return False
+        return len(self.token_ids) + 1 >= self.max_num_tokens
+
+    @property
+    def bound(self) -> int:
+        """Most tokens that it may have."""
+        flight = self.flight
+        if flight is None or not flight.samples:
+            return len(self.token_ids)
+        return len(self.token_ids) + flight.gamma + 1
+
+    # ---- content ----
 
     def hashes(self, num_blocks: int, block_size: int, salt: bytes) -> list[bytes]:
         """Hash chain of the first `num_blocks` blocks, which must be full of known tokens."""

@@ -28,8 +28,8 @@ class Proposal:
     draft_prefill_us: int = 0  # for tokens that the target prefilled
 
 
-class Proposer(Protocol):
-    """Makes drafts for decode rows."""
+class Capabilities(Protocol):
+    """What the scheduler must know of whatever makes the drafts."""
 
     has_cache: bool  # whether it keeps KV in the blocks' draft halves, and so can be stale
     has_probabilities: bool  # whether it knows how likely its drafts are, and so can choose of them
@@ -37,6 +37,10 @@ class Proposer(Protocol):
     def max_row_gamma(self, num_tokens: int) -> int:
         """Most drafts it can make after `num_tokens` tokens; may be negative."""
         ...
+
+
+class Proposer(Capabilities, Protocol):
+    """Makes drafts for decode rows."""
 
     def propose(self, rows: Sequence[PlannedRow], num_verified: int) -> Proposal:
         """Drafts for each decode row, and the catch-up of each, as planned.

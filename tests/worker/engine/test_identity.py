@@ -72,7 +72,8 @@ class Mix:
             max_catchup_tokens=rng.choice([4, 16, 64]),
             max_model_len=rng.choice([100, 150]),
             depth=depth,
-            ngram=draft is None,
+            eager=rng.random() < 0.5,
+            ngram=draft is None and depth == 0,
             eos_token_ids=(7,),
         )
         self.totals = {"preemptions": 0, "cached": 0, "accepted": 0, "expansions": 0, "moved": 0}
