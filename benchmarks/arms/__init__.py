@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,10 +16,12 @@ FOLDER = Path(__file__).parent
 class Arm:
     """A child that has loaded its engine and waits for jobs."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
         )
         self.facts: dict[str, Any] = self._read()["ready"]
 
@@ -47,7 +50,12 @@ class Arm:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the child."""
+        """End the child; one that does not end by itself is killed."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
