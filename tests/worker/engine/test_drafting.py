@@ -11,14 +11,16 @@ from worker.engine.plan import PlannedRow
 from worker.speculative.ngram import NgramProposer
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("num_plain", [1, 2, 20, 70])
-def test_acceptance_is_whole_again_after_gamma_zero(num_plain: int) -> None:
+def test_acceptance_is_whole_again_after_gamma_zero(num_plain: int, depth: int) -> None:
     """Gamma 4, then 0 for a while, then 4: every draft of the target's own copy is accepted."""
     target, draft = fakes("target")
-    rig = Rig(target, draft, gamma=4, max_catchup_tokens=16)
+    rig = Rig(target, draft, gamma=4, max_catchup_tokens=16, depth=depth)
     rig.submit(0, prompt(random.Random(1), 30), params(max_tokens=150))
     for _ in range(6):
         rig.step()
+    rig.drain()
     rig.gamma = 0
     assert draft is not None
     before = draft.num_runs
@@ -31,11 +33,14 @@ def test_acceptance_is_whole_again_after_gamma_zero(num_plain: int) -> None:
     assert usage.num_accepted_tokens == usage.num_draft_tokens > 30
 
 
-def test_prefix_hits_carry_the_drafts_cache() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_prefix_hits_carry_the_drafts_cache(depth: int) -> None:
     """The same long prompt again: no draft prefill of the cached part, all drafts accepted."""
     target, draft = fakes("target")
     assert draft is not None
-    rig = Rig(target, draft, gamma=4, max_catchup_tokens=256, max_num_batched_tokens=256)
+    rig = Rig(
+        target, draft, gamma=4, max_catchup_tokens=256, max_num_batched_tokens=256, depth=depth
+    )
     text = prompt(random.Random(2), 100)
     rig.submit(0, text, params(max_tokens=20))
     rig.run()
@@ -50,10 +55,11 @@ def test_prefix_hits_carry_the_drafts_cache() -> None:
     assert rig.tokens(0) == rig.tokens(1)
 
 
-def test_a_prefix_cached_at_gamma_zero_is_stale() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prefix_cached_at_gamma_zero_is_stale(depth: int) -> None:
     """A hit on blocks that the draft never saw is caught up, not trusted."""
     target, draft = fakes("target")
-    rig = Rig(target, draft, gamma=0)
+    rig = Rig(target, draft, gamma=0, depth=depth)
     text = prompt(random.Random(3), 60)
     rig.submit(0, text, params(max_tokens=20))
     rig.run()
@@ -168,13 +174,14 @@ def test_gamma_respects_every_limit_of_a_row() -> None:
     assert histogram[8] > 0
 
 
-def test_draft_vocabulary_smaller_than_the_targets() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_draft_vocabulary_smaller_than_the_targets(depth: int) -> None:
     """Ids that only the target knows are answered, merely never drafted."""
     target, _ = fakes(None)
     _, draft = fakes("target")
     assert draft is not None
     draft.vocab_size = draft.real_vocab_size = 30
-    rig = Rig(target, draft, gamma=3)
+    rig = Rig(target, draft, gamma=3, depth=depth)
     text = prompt(random.Random(5), 20)
     rig.submit(0, text, params(max_tokens=60))
     rig.run()

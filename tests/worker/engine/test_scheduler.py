@@ -28,10 +28,11 @@ def test_steps_stay_within_their_tokens_and_decode_comes_first() -> None:
     assert all(len(rig.tokens(request_id)) == 30 for request_id in range(6))
 
 
-def test_requests_are_admitted_in_their_order() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_are_admitted_in_their_order(depth: int) -> None:
     """A short request does not overtake a long one that waits for blocks."""
     target, _ = fakes(None, num_base_blocks=8)
-    rig = Rig(target, None, num_base_blocks=8, max_model_len=128)
+    rig = Rig(target, None, num_base_blocks=8, max_model_len=128, depth=depth)
     rng = random.Random(1)
     rig.submit(0, prompt(rng, 60), params(max_tokens=20))
     rig.submit(1, prompt(rng, 100), params(max_tokens=5))
@@ -43,11 +44,12 @@ def test_requests_are_admitted_in_their_order() -> None:
     assert firsts == [0, 1, 2]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("gamma", [0, 1, 3, 5])
-def test_preempted_requests_get_their_answers(gamma: int) -> None:
+def test_preempted_requests_get_their_answers(gamma: int, depth: int) -> None:
     """Two prompts of 34 tokens and 35 new ones in 7 blocks of 16: one is preempted, both right."""
     target, draft = fakes("noisy", num_base_blocks=7)
-    rig = Rig(target, draft, gamma=gamma, num_base_blocks=7, max_model_len=80)
+    rig = Rig(target, draft, gamma=gamma, num_base_blocks=7, max_model_len=80, depth=depth)
     texts = [prompt(random.Random(seed), 34) for seed in (1, 2)]
     for request_id, text in enumerate(texts):
         rig.submit(request_id, text, params(max_tokens=35))
@@ -120,10 +122,11 @@ def test_aborts_at_every_moment_free_everything(depth: int) -> None:
         assert rig.blocks.num_free == rig.blocks.num_total
 
 
-def test_a_block_named_in_flight_changes_owner_only_after_retirement() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_block_named_in_flight_changes_owner_only_after_retirement(depth: int) -> None:
     """Aborted or preempted in flight, a row's blocks are free only once its step has retired."""
     target, draft = fakes("target")
-    rig = Rig(target, draft, gamma=2)
+    rig = Rig(target, draft, gamma=2, depth=depth)
     rig.submit(0, prompt(random.Random(2), 40), params(max_tokens=20))
     rig.step()
     rig.launch()
@@ -133,17 +136,18 @@ def test_a_block_named_in_flight_changes_owner_only_after_retirement() -> None:
     assert rig.blocks.num_total - rig.blocks.num_free == held
     assert rig.scheduler.blocks_being_filled()
     rig.scheduler.check_integrity()
-    rig.retire()
+    rig.drain()
     assert rig.tokens(0) == []
     assert rig.blocks.num_free == rig.blocks.num_total
     rig.run()
     assert len(rig.tokens(0)) == 20
 
 
-def test_only_accepted_tokens_enter_the_cache() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_only_accepted_tokens_enter_the_cache(depth: int) -> None:
     """After rejected drafts the cached prefix is the answer's, and another request can use it."""
     target, draft = fakes("random")
-    rig = Rig(target, draft, gamma=8)
+    rig = Rig(target, draft, gamma=8, depth=depth)
     text = prompt(random.Random(3), 20)
     rig.submit(0, text, params(max_tokens=60))
     rig.run()
@@ -155,10 +159,11 @@ def test_only_accepted_tokens_enter_the_cache() -> None:
     assert rig.tokens(1) == oracle(target, follow_up, params(max_tokens=20))[0]
 
 
-def test_quarantined_blocks_only_make_rows_wait() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_quarantined_blocks_only_make_rows_wait(depth: int) -> None:
     """With its next block granted to the agent the only row waits, and goes on afterwards."""
     target, _ = fakes(None, num_base_blocks=4)
-    rig = Rig(target, None, num_base_blocks=4, max_model_len=64)
+    rig = Rig(target, None, num_base_blocks=4, max_model_len=64, depth=depth)
     rig.submit(0, prompt(random.Random(4), 14), params(max_tokens=30))
     rig.step()
     reserved = rig.blocks.reserve(3)

@@ -11,8 +11,9 @@ TEXT = prompt(random.Random(11), 17)
 GAMMAS = [0, 1, 2, 3, 4, 5, 8]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("how", ["eos", "stop id"])
-def test_a_stop_ends_the_answer_at_every_offset(how: str) -> None:
+def test_a_stop_ends_the_answer_at_every_offset(how: str, depth: int) -> None:
     """The stop token may fall on any draft, on the bonus token, or on the prompt's first."""
     target, draft = fakes("target")
     free, _ = oracle(target, TEXT, params(max_tokens=20, ignore_eos=True))
@@ -21,7 +22,9 @@ def test_a_stop_ends_the_answer_at_every_offset(how: str) -> None:
         sampling = params(max_tokens=20, stop_token_ids=() if eos else (free[k],))
         expected = free[: free.index(free[k]) + 1]
         for gamma in GAMMAS:
-            rig = Rig(target, draft, gamma=gamma, eos_token_ids=eos, prefix_cache=False)
+            rig = Rig(
+                target, draft, gamma=gamma, eos_token_ids=eos, prefix_cache=False, depth=depth
+            )
             rig.submit(0, TEXT, sampling)
             rig.run()
             assert rig.tokens(0) == expected
@@ -36,11 +39,12 @@ def test_a_stop_ends_the_answer_at_every_offset(how: str) -> None:
             assert sum(done.num_emitted for done in rig.done) == len(expected) - 1
 
 
-def test_ignored_eos_does_not_stop() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_ignored_eos_does_not_stop(depth: int) -> None:
     """With ignore_eos the answer runs to max_tokens; a stop id of the request still ends it."""
     target, draft = fakes("target")
     free, _ = oracle(target, TEXT, params(max_tokens=20))
-    rig = Rig(target, draft, gamma=4, eos_token_ids=(free[3],))
+    rig = Rig(target, draft, gamma=4, eos_token_ids=(free[3],), depth=depth)
     rig.submit(0, TEXT, params(max_tokens=20, ignore_eos=True))
     rig.submit(1, TEXT, params(max_tokens=20, ignore_eos=True, stop_token_ids=(free[3],)))
     rig.run()
@@ -48,35 +52,38 @@ def test_ignored_eos_does_not_stop() -> None:
     assert rig.tokens(1) == free[: free.index(free[3]) + 1]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("max_tokens", range(1, 13))
-def test_max_tokens_is_met_exactly(max_tokens: int) -> None:
+def test_max_tokens_is_met_exactly(max_tokens: int, depth: int) -> None:
     """Delivered, counted and asked for agree for every gamma; the reason is length."""
     target, draft = fakes("target")
     for gamma in GAMMAS:
-        rig = Rig(target, draft, gamma=gamma)
+        rig = Rig(target, draft, gamma=gamma, depth=depth)
         rig.submit(0, TEXT, params(max_tokens=max_tokens))
         rig.run()
         assert len(rig.tokens(0)) == max_tokens == rig.end(0).usage.num_completion_tokens
         assert rig.end(0).reason == "length"
 
 
-def test_the_contexts_end_ends_the_answer() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_contexts_end_ends_the_answer(depth: int) -> None:
     """Prompt and answer fill the context to its last token."""
     target, draft = fakes("target")
     for gamma in GAMMAS:
-        rig = Rig(target, draft, gamma=gamma, max_model_len=40)
+        rig = Rig(target, draft, gamma=gamma, max_model_len=40, depth=depth)
         rig.submit(0, TEXT, params(max_tokens=500))
         rig.run()
         assert len(TEXT) + len(rig.tokens(0)) == 40
         assert rig.end(0).reason == "length"
 
 
-def test_the_last_token_may_be_the_stop() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_last_token_may_be_the_stop(depth: int) -> None:
     """A stop on the last allowed token is a stop, not a length."""
     target, draft = fakes("target")
     free, _ = oracle(target, TEXT, params(max_tokens=6))
     assert free.index(free[5]) == 5
-    rig = Rig(target, draft, gamma=8)
+    rig = Rig(target, draft, gamma=8, depth=depth)
     rig.submit(0, TEXT, params(max_tokens=6, stop_token_ids=(free[5],)))
     rig.run()
     assert rig.end(0).reason == "stop"
@@ -109,23 +116,25 @@ class Breaks:
         return ""
 
 
-def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(depth: int) -> None:
     """The detector sees each delivered token once, and none after the stop."""
     target, draft = fakes("noisy")
     free, _ = oracle(target, TEXT, params(max_tokens=30))
     for k in (0, 1, 5, 9):
         for gamma in GAMMAS:
-            rig = Rig(target, draft, gamma=gamma)
+            rig = Rig(target, draft, gamma=gamma, depth=depth)
             rig.submit(0, TEXT, params(max_tokens=30), StopAfter(free[k]))
             rig.run()
             assert rig.tokens(0) == free[: free.index(free[k]) + 1]
             assert rig.end(0).reason == "stop"
 
 
-def test_a_detector_that_raises_ends_its_request_alone() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_detector_that_raises_ends_its_request_alone(depth: int) -> None:
     """Its neighbour in the batch gets its whole answer."""
     target, draft = fakes("target")
-    rig = Rig(target, draft, gamma=2)
+    rig = Rig(target, draft, gamma=2, depth=depth)
     rig.submit(0, TEXT, params(max_tokens=20), Breaks())
     rig.submit(1, TEXT[:9], params(max_tokens=20))
     rig.run()

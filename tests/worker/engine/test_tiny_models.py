@@ -67,9 +67,10 @@ def test_every_gamma_gives_plain_decodings_answer(
             assert usage.num_draft_tokens > 0 or gamma == 0
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_mixed_batches(
-    build: Callable[..., Models], folders: Callable[[str], Path], name: str
+    build: Callable[..., Models], folders: Callable[[str], Path], name: str, depth: int
 ) -> None:
     """Random gammas, chunks, prefix hits and preemptions change no answer."""
     models = build(folders("target"), folders(name))
@@ -95,6 +96,7 @@ def test_mixed_batches(
         max_num_seqs=6,
         max_num_batched_tokens=48,
         max_catchup_tokens=24,
+        depth=depth,
     )
     for request_id, (text, sampling) in requests.items():
         rig.submit(request_id, text, sampling)
