@@ -145,11 +145,12 @@ def _attend(
         max_tokens=num_tokens, num_heads=heads, head_dim=head_dim, num_parts=parts
     )
     split = programs > 1 and inputs.partials.numel() >= needed
-    sums = num_tokens * heads * parts
+    # Sums, peaks and masses by token, head and part; unsplit, none is read or written.
+    peaks_at = num_tokens * heads * parts * head_dim
+    masses_at = peaks_at + num_tokens * heads * parts
+    partials = (inputs.partials,) * 3
     if split:
-        partials = inputs.partials[:needed].split((sums * head_dim, sums, sums))
-    else:
-        programs, partials = 1, (inputs.partials,) * 3  # not read or written
+        partials = inputs.partials, inputs.partials[peaks_at:], inputs.partials[masses_at:]
     shape = shape_of(
         height=tiles.height,
         group=group,
@@ -161,7 +162,7 @@ def _attend(
     window = rule.window or NO_WINDOW
     # With a softcap, scores are tanh(x * scaling / softcap), by 2 ** of the doubled argument.
     cap_scale = 2.0 * _LOG2_E * rule.scaling / rule.softcap if rule.softcap else 0.0
-    attend_kernel[(tiles.capacity, kv_heads * -(-group // shape.heads), programs)](
+    attend_kernel[(tiles.capacity, kv_heads * -(-group // shape.heads), programs if split else 1)](
         query,
         layer_kv,
         inputs.tables,

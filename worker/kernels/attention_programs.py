@@ -12,17 +12,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _finite(peak):  # type: ignore[no-untyped-def]
-    # What to subtract: a row that has seen no key keeps -inf - 0, not the NaN of -inf - -inf.
-    return tl.where(peak == float("-inf"), 0.0, peak)
-
-
-@triton.jit
 def _join(peak, mass, sums, next_peak, next_mass, next_sums):  # type: ignore[no-untyped-def]
     # The one formula that parts are joined by. The multiply-adds are explicit, so that the
     # compiler's own choice of fusing cannot differ between kernels.
     top = tl.maximum(peak, next_peak)
-    base = _finite(top)
+    base = tl.where(top == float("-inf"), 0.0, top)  # never -inf - -inf, which is NaN
     keep, scale = tl.exp2(peak - base), tl.exp2(next_peak - base)
     mass = tl.fma(mass, keep, next_mass * scale)
     sums = tl.fma(sums, keep[:, None], next_sums * scale[:, None])
@@ -90,7 +84,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     owned = ((end - 1) // PART - part) // step
     last_part = part + owned * step
     begin = tl.where(share == 0, start // TILE % PART_TILES, 0)
-    stop = owned * PART_TILES + tl.minimum(PART_TILES, tl.cdiv(end - last_part * PART, TILE))
+    stop = owned * PART_TILES + tl.minimum(PART_TILES, (end - last_part * PART + TILE - 1) // TILE)
 
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     queries = lanes // HEADS
@@ -111,11 +105,11 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     head_pool = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
     # [ROWS]; the mass in 16 equal columns, as the product with ones makes it.
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    masses = tl.zeros((ROWS, 16), tl.float32)
-    sums = tl.zeros((ROWS, DIM_PAD), tl.float32)
+    masses = tl.full((ROWS, 16), 0.0, tl.float32)
+    sums = tl.full((ROWS, DIM_PAD), 0.0, tl.float32)
     all_peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    all_mass = tl.zeros((ROWS,), tl.float32)
-    all_sums = tl.zeros((ROWS, DIM_PAD), tl.float32)
+    all_mass = tl.full((ROWS,), 0.0, tl.float32)
+    all_sums = tl.full((ROWS, DIM_PAD), 0.0, tl.float32)
     at = (tokens * (NUM_KV_HEADS * GROUP) + heads) * num_parts
 
     for i in range(begin, stop):
@@ -134,8 +128,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
                     all_peak, all_mass, all_sums, peak, tl.max(masses, 1), sums
                 )
             peak = tl.full((ROWS,), float("-inf"), tl.float32)
-            masses = tl.zeros((ROWS, 16), tl.float32)
-            sums = tl.zeros((ROWS, DIM_PAD), tl.float32)
+            masses = tl.full((ROWS, 16), 0.0, tl.float32)
+            sums = tl.full((ROWS, DIM_PAD), 0.0, tl.float32)
 
         first_key = (part + i // PART_TILES * step) * PART + i % PART_TILES * TILE
         keys = first_key + tl.arange(0, TILE)
@@ -160,7 +154,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
             visible = visible & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         top = tl.maximum(peak, tl.max(scores, 1) * scale)
-        base = _finite(top)
+        base = tl.where(top == float("-inf"), 0.0, top)
         keep = tl.exp2(peak - base)
         weights = tl.exp2(tl.fma(scores, scale, -base[:, None])).to(v.dtype)
         # By a product, whose order of additions does not depend on ROWS, as a reduction's does.
@@ -243,8 +237,8 @@ def join_kernel(  # type: ignore[no-untyped-def]
     heads = token * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + slots
     at = heads * num_parts
     peak = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    mass = tl.zeros((GROUP_PAD,), tl.float32)
-    sums = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    mass = tl.full((GROUP_PAD,), 0.0, tl.float32)
+    sums = tl.full((GROUP_PAD, DIM_PAD), 0.0, tl.float32)
     # Four parts are under way at a time; those past the last join as nothing.
     for part in range(first, last + 1, 4):
         peak_0, mass_0, sums_0 = _load_part(

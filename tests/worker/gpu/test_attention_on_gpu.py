@@ -1,0 +1,173 @@
+"""Paged attention on a real device: its error at a 7B model's sizes, and its bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_case import LAYER, Case, check, make_case, make_geometry, random_row
+
+from worker.kernels.attention import LayerRule, paged_attention, programs_per_tile
+from worker.kernels.attention_inputs import num_parts
+from worker.model.pool import KVCache, KVGeometry
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+MAX_LENGTH = 2048
+JOINED, SPLIT = 1, 10_000  # multiprocessors that never split, and that always do
+
+
+def bfloat16(num_heads: int, num_kv_heads: int, head_dim: int) -> KVGeometry:
+    """Two layers of bfloat16 in blocks of 16."""
+    return make_geometry(num_heads, num_kv_heads, head_dim, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_sms", [JOINED, SPLIT], ids=["joined", "split"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LayerRule(scaling=128**-0.5),
+        LayerRule(scaling=128**-0.5, window=300),
+        LayerRule(scaling=128**-0.5, softcap=30.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("height", [2, 4, 8, 16])
+def test_error_at_7b_sizes(height: int, rule: LayerRule, num_sms: int) -> None:
+    """In bfloat16, decode, verify and prefill rows are within rounding of float64."""
+    geometry = bfloat16(28, 4, 128)
+    lengths = (16, 64, 65, 255, 257, 640, 1999)
+    short = [random_row(geometry, length, height, length, DEVICE) for length in lengths]
+    short.append(random_row(geometry, 1, 1, 1, DEVICE))
+    long = [random_row(geometry, 777, 300, 2, DEVICE), random_row(geometry, 40, 40, 3, DEVICE)]
+    case = make_case(geometry, short, long, height=height)
+    check(case, rule, num_sms=num_sms, tolerance=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "dtype", "tolerance"),
+    [
+        (9, 3, 64, torch.bfloat16, 1e-2),
+        (8, 8, 128, torch.bfloat16, 1e-2),
+        (32, 2, 128, torch.bfloat16, 1e-2),
+        (4, 2, 256, torch.bfloat16, 1e-2),
+        (4, 2, 80, torch.float16, 2e-3),
+        (4, 2, 64, torch.float32, 1e-5),
+        (2, 1, 256, torch.float32, 1e-5),
+    ],
+)
+def test_error_of_other_shapes(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Other groups, head sizes and dtypes fit the device and are within their rounding."""
+    geometry = make_geometry(num_heads, num_kv_heads, head_dim, block_size=32, dtype=dtype)
+    short = [random_row(geometry, length, 2, length, DEVICE) for length in (65, 300, 1999)]
+    long = [random_row(geometry, 333, 100, 2, DEVICE)]
+    case = make_case(geometry, short, long)
+    for num_sms in (JOINED, SPLIT):
+        check(case, LayerRule(scaling=head_dim**-0.5), num_sms=num_sms, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "window"),
+    [(bfloat16(28, 4, 128), 0), (bfloat16(9, 3, 64), 300)],
+    ids=["7b", "small"],
+)
+def test_bits(geometry: KVGeometry, window: int) -> None:
+    """A token's output has the same bits alone and split, in a large batch, in verify and prefill.
+
+    Contexts lie on both sides of the borders of tiles and parts.
+    """
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    row = random_row(geometry, MAX_LENGTH, 1, 7, DEVICE)
+    others = [random_row(geometry, 50 * i + 1, 1, i, DEVICE) for i in range(1, 12)]
+    rule = LayerRule(scaling=geometry.head_dim**-0.5, window=window)
+    parts = num_parts(MAX_LENGTH // 16, 16)
+
+    def programs(capacity: int) -> int:
+        return programs_per_tile(
+            capacity=capacity,
+            num_kv_heads=geometry.num_kv_heads,
+            num_parts=parts,
+            num_sms=num_sms,
+        )
+
+    assert programs(2) > 1
+    assert programs(300) == 1
+
+    def bits(case: Case, index: int, sms: int) -> torch.Tensor:
+        return case.run(rule, num_sms=sms)[0][0, index]
+
+    differ = []
+    for length in (1, 63, 64, 65, 255, 256, 257, 700, 1999):
+        decode = row.cut(length, 1)
+        alone = bits(make_case(geometry, [decode], capacity=2, max_length=MAX_LENGTH), 0, num_sms)
+        assert alone.isfinite().all()
+        batch = make_case(geometry, [decode, *others], capacity=300, max_length=MAX_LENGTH)
+        got = {"batch": bits(batch, 0, num_sms), "batch split": bits(batch, 0, SPLIT)}
+        for height in (4, 8, 16):
+            # The token is followed by one or two that it must not see.
+            end = length + height // 4
+            count = min(end, height)
+            case = make_case(geometry, [row.cut(end, count)], height=height, max_length=MAX_LENGTH)
+            for sms in (JOINED, SPLIT):
+                got[f"height {height}, {sms}"] = bits(case, count - 1 - (end - length), sms)
+        end = length + 21
+        count = min(end, 75)
+        chunk = make_case(geometry, [], [row.cut(end, count)], max_length=MAX_LENGTH)
+        for sms in (JOINED, SPLIT):
+            got[f"chunk, {sms}"] = bits(chunk, count - 1 - 21, sms)
+        differ += [f"{length}: {name}" for name, out in got.items() if not torch.equal(out, alone)]
+    assert not differ
+
+
+def test_captured() -> None:
+    """A captured graph, split or not, replays with other lengths, tables and queries."""
+    geometry = bfloat16(28, 4, 128)
+    rule = LayerRule(scaling=128**-0.5)
+    first, second = (
+        make_case(
+            geometry,
+            [random_row(geometry, length, 2, seed, DEVICE) for seed, length in enumerate(lengths)],
+            max_length=MAX_LENGTH,
+        )
+        for lengths in ((640, 31, 300), (33, 290, 624))
+    )
+    assert first.memory.shape == second.memory.shape
+    for num_sms in (JOINED, SPLIT):
+        wanted, _ = second.run(rule, num_sms=num_sms)
+        first.run(rule, num_sms=num_sms)  # compiles
+        memory, query, key, value = (
+            tensor.clone() for tensor in (first.memory, first.query, first.key, first.value)
+        )
+        cache = KVCache(memory, geometry, memory.numel() // geometry.block_bytes)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = paged_attention(
+                query,
+                key,
+                value,
+                cache.strips[LAYER],
+                first.inputs,
+                rule,
+                geometry=geometry,
+                num_sms=num_sms,
+            )
+        saved = [getattr(tiles, name).clone() for tiles in first.inputs.lists for name in FIELDS]
+        saved += [first.inputs.slots.clone(), first.inputs.tables.clone()]
+        into = [getattr(tiles, name) for tiles in first.inputs.lists for name in FIELDS]
+        into += [first.inputs.slots, first.inputs.tables]
+        source = [getattr(tiles, name) for tiles in second.inputs.lists for name in FIELDS]
+        source += [second.inputs.slots, second.inputs.tables]
+        for to, value_of in zip(
+            [*into, memory, query, key, value],
+            [*source, second.memory, second.query, second.key, second.value],
+            strict=True,
+        ):
+            to.copy_(value_of)
+        graph.replay()
+        assert torch.equal(out[0, :6], wanted[0, :6])
+        for to, value_of in zip(into, saved, strict=True):
+            to.copy_(value_of)
+
+
+FIELDS = ("rows", "first_tokens", "num_queries", "first_positions")
