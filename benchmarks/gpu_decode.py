@@ -46,6 +46,8 @@ from gpu.arm_list import FOLDERS, NIGHTJAR, PAIR, PEERS, has_gpu, nightjar_flags
 TINY: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
+    "flag": ["num-threads=1"],
+    "max_num_seqs": 4,
     "batches": [1, 2],
     "cells": [2],
     "profiled": [2],
@@ -90,7 +92,11 @@ def main(argv: list[str] | None = None) -> int:
                 results.setdefault("arms", {})[name] = arm.facts
                 say(f"{name}: {arm.facts}")
                 for section in wanted:
-                    sections.BY_ARM[section][0](arm, name, options, results, say)
+                    try:
+                        sections.BY_ARM[section][0](arm, name, options, results, say)
+                    except (SystemExit, OSError) as error:
+                        failures[f"{section} of {name}"] = str(error)
+                        say(f"{section} of {name} failed: {error}")
                     save()
         except (SystemExit, OSError) as error:
             failures[name] = str(error)
@@ -164,6 +170,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     add("--flag", action="append", default=[], metavar="NAME=VALUE", help="a worker's flag more")
     add("--device", default="cuda", help="Nightjar's --device")
     add("--dtype", default="bfloat16", help="Nightjar's --dtype")
+    add("--max-num-seqs", type=int, default=256, help="most requests in a batch, of both engines")
     add("--batches", type=_numbers, default=[1, 8, 32, 64, 128, 256], help="batch sizes")
     add("--context", type=int, default=512, help="tokens of a prompt")
     add("--tokens", type=int, default=128, help="tokens of an answer")
@@ -205,14 +212,13 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     root = Path(options.work or tempfile.mkdtemp(prefix="gpu-decode-"))
     options.shape, options.vocab = target, target.vocab
     options.target, options.draft = target.write(root), draft.write(root)
-    options.max_batch = max(*options.batches, options.clients if options.tiny else 0, 2)
     return options
 
 
 def _leave_out(options: argparse.Namespace) -> None:
     """Drop what lacks a file, with the reason."""
     left: dict[str, str] = {}
-    arms = options.arms or [*PEERS, *(["exact+draft"] if options.tiny else NIGHTJAR), PAIR]
+    arms = options.arms or [*PEERS, *(["exact+draft", "free"] if options.tiny else NIGHTJAR), PAIR]
     if not options.vllm_site:
         left.update(dict.fromkeys([arm for arm in arms if arm in PEERS], "needs --vllm-site"))
     for section, file in (("openloop", "trace"), ("pair", "spec_bench")):

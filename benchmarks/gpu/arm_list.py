@@ -32,10 +32,29 @@ class Engine(Protocol):
         ...
 
 
+class Child:
+    """An arm in a process of its own, whose failed jobs are errors here."""
+
+    def __init__(self, arm: Arm) -> None:
+        self._arm = arm
+        self.facts = arm.facts
+
+    def run(self, **job: Any) -> dict[str, Any]:
+        """Do one job.
+
+        Raises:
+            SystemExit: The job failed, with its reason, or the process is gone.
+        """
+        answer = self._arm.run(**job)
+        if "error" in answer:
+            raise SystemExit(answer["error"])
+        return answer
+
+
 def nightjar_flags(name: str, options: argparse.Namespace) -> list[str]:
     """The worker's flags of an arm."""
     flags = [f"--device={options.device}", f"--dtype={options.dtype}"]
-    flags += [f"--max-num-seqs={options.max_batch}", f"--max-gamma={max(options.gammas)}"]
+    flags += [f"--max-num-seqs={options.max_num_seqs}", f"--max-gamma={max(options.gammas)}"]
     if name == PAIR:
         # The best prompts of a real pair are short; its pool takes what the worker gives it.
         return [*flags, *gamma_flag(options), *own_flags(options)]
@@ -71,7 +90,7 @@ def opened(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
         settings = {
             "model": str(options.target),
             "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_batch,
+            "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.vllm_batched_tokens,
             "gpu_memory_utilization": 0.85,
             "num_gpu_blocks_override": options.kv_tokens // BLOCK_SIZE,
@@ -87,7 +106,7 @@ def opened(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
         }
         command = [sys.executable, "-m", "gpu.vllm_arm", json.dumps(settings)]
         with Arm(name, command, environ) as arm:
-            yield arm
+            yield Child(arm)
     elif options.tiny:  # in this process: the test of this benchmark imports torch once
         from gpu.nightjar_arm import NightjarArm
 
@@ -100,7 +119,7 @@ def opened(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
         command = [sys.executable, "-m", "gpu.nightjar_arm", *nightjar_flags(name, options)]
         environ = {**environment(*FOLDERS), "PYTHONUNBUFFERED": "1"}
         with Arm(name, command, environ) as arm:
-            yield arm
+            yield Child(arm)
 
 
 def has_gpu() -> bool:

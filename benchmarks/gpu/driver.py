@@ -19,6 +19,10 @@ NUM_SETTLING = 4  # steady steps that pass before those that are timed
 MAX_STEADY_TURNS = 20_000
 
 
+class JobFailed(Exception):
+    """A job could not be done; the engine is ready for the next one."""
+
+
 class Feed:
     """The channel's place: messages that are due go to the engine, outputs are kept."""
 
@@ -122,7 +126,7 @@ class Driver:
             on_end: Called after the last one.
 
         Raises:
-            SystemExit: The engine never reached such steps, or cannot pretend an acceptance.
+            JobFailed: The engine never reached such steps, or cannot pretend an acceptance.
         """
         self._pretend(None if acceptance is None else (acceptance,) * gamma)
         self.retired.clear()
@@ -140,13 +144,12 @@ class Driver:
             if len(run) >= NUM_SETTLING + num_steps:
                 break
             if len(self._open) < len(asked):
-                raise SystemExit(f"gamma {gamma}: rows ended before every row drafted")
+                raise JobFailed(f"gamma {gamma}: rows ended before every row drafted")
         else:
-            raise SystemExit(f"gamma {gamma}: the engine never ran steady steps")
+            raise JobFailed(f"gamma {gamma}: the engine never ran steady steps")
         if on_end is not None:
             on_end()
-        self._abort_all()
-        self._pretend(None)
+        self.reset()
         counted = run[NUM_SETTLING - 1 :]
         periods = [(b.at - a.at) * 1e3 for a, b in itertools.pairwise(counted)]
         emitted = [step.done.num_emitted for step in counted[1:]]
@@ -187,11 +190,16 @@ class Driver:
             if times.complete or times.failed(now):
                 break
         summary = times.summary(now)
+        self.reset()
+        return summary
+
+    def reset(self) -> None:
+        """End whatever a job has left."""
         while self.feed.due:
             self._open.discard(self.feed.due.popleft()[1].request_id)
         self._abort_all()
+        self._pretend(None)
         self.retired.clear()
-        return summary
 
     def _request(
         self,
@@ -226,7 +234,7 @@ class Driver:
                 at += count
             for finished in output.finished:
                 if finished.reason == "error":
-                    raise SystemExit(f"a request failed: {finished.error}")
+                    raise JobFailed(f"a request failed: {finished.error}")
                 self._open.discard(finished.request_id)
         self.feed.outputs.clear()
         return found
@@ -243,7 +251,7 @@ class Driver:
         if hasattr(runner, "synthetic_acceptance"):
             runner.synthetic_acceptance = chances
         elif chances is not None:
-            raise SystemExit("this engine's runner has no synthetic_acceptance")
+            raise JobFailed("this engine's runner has no synthetic_acceptance")
 
 
 def _is_steady(done: StepResult, num_rows: int, gamma: int) -> bool:

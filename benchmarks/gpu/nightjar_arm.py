@@ -8,12 +8,13 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gpu import kernels
-from gpu.driver import Driver, Feed
+from gpu.driver import Driver, Feed, JobFailed
 from gpu.load import prompts
 from nightjar.config import parse
 from worker.config import WorkerConfig
@@ -38,8 +39,6 @@ class NightjarArm:
         self._models, engine, ready = start(self._config, feed)  # type: ignore[arg-type]
         self._device = ready.device
         self._driver = Driver(engine, feed)
-        gc.collect()
-        gc.freeze()
         self.facts: dict[str, Any] = {
             "arithmetic": ready.arithmetic,
             "arithmetic_reason": ready.arithmetic_reason,
@@ -56,7 +55,11 @@ class NightjarArm:
         """Do one job."""
         operation = job.pop("op")
         with self._prefix_cache(job.pop("prefix_cache", False)):
-            found: dict[str, Any] = getattr(self, f"do_{operation}")(**job)
+            try:
+                found: dict[str, Any] = getattr(self, f"do_{operation}")(**job)
+            except JobFailed:
+                self._driver.reset()
+                raise
         return found
 
     def close(self) -> None:
@@ -148,9 +151,16 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     arm = NightjarArm(sys.argv[1:], lambda text: print(text, file=sys.stderr, flush=True))
+    gc.collect()
+    gc.freeze()  # as a worker's engine does
     print(json.dumps({"ready": arm.facts}), file=out)
     for line in sys.stdin:
-        print(json.dumps(arm.run(**json.loads(line))), file=out)
+        try:
+            answer = arm.run(**json.loads(line))
+        except Exception as error:  # told; whether later jobs can run will show
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out)
     arm.close()
 
 

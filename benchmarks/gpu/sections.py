@@ -53,15 +53,13 @@ def spec(arm: Engine, name: str, options: argparse.Namespace, results: Results, 
         gamma = max((g for g in rates if g), key=rates.__getitem__)
         job = {**ask, "count": batch, "seed": batch, "gamma": gamma, "acceptance": alpha}
         found = arm.run(**job, num_steps=4 * options.steps)
-        results.setdefault("synthetic", []).append(
-            {
-                **found,
-                "arm": name,
-                "acceptance": alpha,
-                "computed": round(rates[gamma], 1),
-                "ratio": round(found["tok_s"] / rates[gamma], 3),
-            }
-        )
+        results.setdefault("synthetic", {})[f"{name} batch {batch}"] = {
+            **found,
+            "arm": name,
+            "acceptance": alpha,
+            "computed": round(rates[gamma], 1),
+            "ratio": round(found["tok_s"] / rates[gamma], 3),
+        }
         say(f"synthetic {name} batch {batch} gamma {gamma}: {found['tok_s']} tok/s")
     if not arm.facts.get("can_pretend"):
         say(f"spec {name}: this engine cannot pretend an acceptance; no run checks the table")
@@ -137,7 +135,8 @@ def openloop(
     best = highest_rate(
         lambda rate: bool(run(rate)["passed"]), start=options.open_start, runs=options.open_runs
     )
-    shared = results.setdefault("shared_rate", 0.7 * best)
+    shared = results.get("shared_rate") or 0.7 * best
+    results["shared_rate"] = shared
     results.setdefault("openloop", {})[name] = {
         "highest_rate": best,
         "shared_rate": shared,

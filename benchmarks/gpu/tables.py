@@ -40,8 +40,9 @@ def plain(results: Results) -> str:
     own = {a: c for a, c in by_arm.items() if not a.startswith("vllm")}
     peer = bar(by_arm)
     for arm, cells in own.items():
-        row = [_ratio(cells.get(b), peer[b][0] if b in peer else None) for b in batches]
-        ratios.append([f"{arm} / vLLM's better", *row])
+        if peer:
+            row = [_ratio(cells.get(b), peer[b][0] if b in peer else None) for b in batches]
+            ratios.append([f"{arm} / vLLM's better", *row])
         slow = by_arm.get("vllm-invariant", {})
         if slow:
             row = [_ratio(cells.get(b), _best(slow.get(b))) for b in batches]
@@ -50,6 +51,8 @@ def plain(results: Results) -> str:
         if arm.endswith("+draft") and bare:
             row = [_ratio(cells.get(b), _best(bare.get(b))) for b in batches]
             ratios.append([f"{arm} / without a draft", *row])
+    if not ratios:
+        return text
     return text + table("plain decode, ratios", ["", *batches], ratios)
 
 
@@ -91,7 +94,7 @@ def spec(results: Results, alphas: Sequence[float]) -> str:
         text += table(f"{arm}: best gamma, and over {base_name}", heads, rows)
     rows = [
         [c["arm"], c["batch"], c["gamma"], c["acceptance"], c["computed"], c["tok_s"], c["ratio"]]
-        for c in results.get("synthetic", [])
+        for c in results.get("synthetic", {}).values()
     ]
     heads = ["arm", "batch", "gamma", "acceptance", "computed tok/s", "run tok/s", "run / computed"]
     return text + (table("synthetic acceptance, run for real", heads, rows) if rows else "")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +111,12 @@ def main() -> None:
     arm = VllmArm(json.loads(sys.argv[1]))
     print(json.dumps({"ready": arm.facts}), file=out)
     for line in sys.stdin:
-        print(json.dumps(arm.run(**json.loads(line))), file=out)
+        try:
+            answer = arm.run(**json.loads(line))
+        except Exception as error:  # told; whether later jobs can run will show
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out)
 
 
 if __name__ == "__main__":
