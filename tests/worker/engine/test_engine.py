@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from engine_rig import BLOCK_SIZE, fakes, oracle, params, prompt
+from fake_device import FakeDeviceRunner
 from fake_forward import FakeForward
 
 from nightjar.buckets import BucketGrid
@@ -111,7 +112,12 @@ class FakeDraft(FakeForward):
 
 
 class Bench:
-    """An engine, its channel and its models."""
+    """An engine, its channel and its models.
+
+    At depth one a launch computes at once, or the step is computed when it retires.
+    """
+
+    mode = "depth 0"
 
     def __init__(
         self,
@@ -143,9 +149,13 @@ class Bench:
         )
         self.elastic = ElasticMemory(self.scheduler, blocks, self.draft, clock)
         send = self.channel.send
+        runner = Runner(self.target, proposer, sample, **sizes, clock=clock)
+        if self.mode != "depth 0":
+            device = FakeDeviceRunner(runner, eager=self.mode == "depth 1, eager")
+        self.depth = int(self.mode != "depth 0")
         self.engine = Engine(
             self.scheduler,
-            Runner(self.target, proposer, sample, **sizes, clock=clock),
+            device if self.depth else runner,
             Planner(
                 planned=planned,
                 fixed_gamma=fixed_gamma,
@@ -183,6 +193,12 @@ class Bench:
     def finish(self) -> None:
         """Turn until no request is left."""
         self.until(lambda: not self.scheduler.has_work and not self.channel.queue)
+
+
+@pytest.fixture(autouse=True, params=["depth 0", "depth 1, eager", "depth 1, late"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the loop promises holds at both depths."""
+    monkeypatch.setattr(Bench, "mode", request.param)
 
 
 def submit(request_id: int, text: list[int], **fields: object) -> Submit:
@@ -359,14 +375,14 @@ def test_three_failed_steps_in_a_row_end_the_engine() -> None:
         for failure in range(2):
             bench.target.raises = RuntimeError("broken")
             bench.give(submit(10 * round_number + failure, TEXT))
-            bench.turn()
+            bench.turn(1 + bench.depth)
         bench.target.raises = None
         bench.give(submit(10 * round_number + 5, TEXT))
         bench.finish()
     bench.target.raises = RuntimeError("broken for good")
-    bench.give(*(submit(100 + n, prompt(random.Random(n), 60)) for n in range(6)))
+    bench.give(*(submit(100 + n, prompt(random.Random(n), 60)) for n in range(12)))
     with pytest.raises(EngineFailure, match="3 steps in a row failed: broken for good"):
-        bench.turn(4)
+        bench.turn(4 + 3 * bench.depth)
     assert bench.channel.end(100).reason == "error"
 
 
@@ -402,7 +418,7 @@ def test_the_planner_is_asked_obeyed_and_told() -> None:
     """Gamma 0 until a decision comes; then its gamma for its hold, sums, and a new question."""
     bench = Bench(planned=True)
     bench.give(submit(1, TEXT, max_tokens=120))
-    bench.turn(4)
+    bench.turn(4 + bench.depth)
     assert bench.channel.of(Reports) == []  # no stream: sums wait
     bench.give(PlannerLink(connected=True))
     bench.turn()
@@ -412,7 +428,7 @@ def test_the_planner_is_asked_obeyed_and_told() -> None:
     assert sum(sums.num_steps for sums in first.reports) == 4
     assert {(sums.gamma, sums.decision_id) for sums in first.reports} == {(0, "")}
     bench.give(decision("a", 4))
-    bench.turn(5)
+    bench.turn(5 + bench.depth)
     told = [s for r in bench.channel.of(Reports)[1:] for s in r.reports]
     mine = [s for s in told if s.decision_id == "a"]
     assert {s.gamma for s in mine} == {4}
@@ -423,7 +439,7 @@ def test_the_planner_is_asked_obeyed_and_told() -> None:
     bench.turn(2)  # the table serves until the answer comes
     assert bench.engine.planner.gamma == 4
     bench.give(decision("b", 0, policy_version="2-off"))
-    bench.turn()
+    bench.turn(1 + bench.depth)
     assert bench.engine.planner.gamma == 0
     bench.give(PlannerLink(connected=False))
     bench.finish()
@@ -592,3 +608,70 @@ def test_a_loop_that_may_not_launch_does_not_spin() -> None:
     bench.scheduler.blocks.release_reserved(reserved)
     bench.finish()
     assert bench.channel.tokens(1) == answer(bench, params(max_tokens=40))
+
+
+def test_a_launch_that_fails_ends_the_rows_in_flight_too() -> None:
+    """Rows of both steps end with the error, in order, once; blocks and slots are all back."""
+    bench = Bench()
+    bench.give(submit(1, TEXT, max_tokens=30), submit(2, prompt(random.Random(2), 60)))
+    bench.turn(2)
+    bench.draft.raises = bench.target.raises = RuntimeError("out of luck")
+    bench.turn(1 + bench.depth)
+    for request_id in (1, 2):
+        assert bench.channel.end(request_id).error == "the engine failed in a step: out of luck"
+    assert bench.scheduler.blocks.num_free == bench.scheduler.blocks.num_total
+    assert not bench.scheduler.has_work
+    bench.draft.raises = bench.target.raises = None
+    bench.give(submit(3, TEXT, max_tokens=30))
+    bench.finish()
+    assert bench.channel.tokens(3) == answer(bench, params(max_tokens=30))
+    assert bench.channel.end(3).usage.num_cached_tokens == 0
+
+
+def test_nothing_stays_in_flight_when_the_requests_are_gone() -> None:
+    """Aborted in flight, all of them: the step retires, and what it held is free."""
+    bench = Bench()
+    bench.give(submit(1, TEXT, max_tokens=90), submit(2, TEXT[:3], max_tokens=90))
+    bench.turn(4)
+    bench.give(Abort(request_id=1), Abort(request_id=2))
+    bench.turn()
+    assert bench.scheduler.blocks.num_free == bench.scheduler.blocks.num_total
+    assert bench.channel.polls[-1] == 0
+    bench.turn()
+    assert bench.channel.polls[-1] > 0
+    for request_id, text in ((1, TEXT), (2, TEXT[:3])):
+        got = bench.channel.tokens(request_id)
+        assert got == answer(bench, params(max_tokens=90), text)[: len(got)]
+
+
+def test_the_tail_changes_hands_only_with_nothing_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The draft is dropped, and comes back, between steps: none is on its way then."""
+    bench = Bench()
+    seen = []
+
+    def look(name: str) -> Callable[[], None]:
+        method = getattr(bench.draft, name)
+
+        def call() -> None:
+            seen.append(name)
+            assert bench.scheduler._num_launched == bench.scheduler._num_retired
+            method()
+
+        return call
+
+    for name in ("drop", "restore"):
+        monkeypatch.setattr(bench.draft, name, look(name))
+    bench.give(submit(1, TEXT, max_tokens=120), AgentLink(connected=True))
+    bench.turn(5)
+    bench.give(TransitionRequest(request_id=1, kind="expand"))
+    bench.turn(3)
+    bench.give(TransitionRequest(request_id=2, kind="contract"))
+    bench.until(lambda: bool(bench.channel.of(Grant)))
+    bench.give(GrantAnswer(grant_id=bench.channel.of(Grant)[0].grant_id, ok=True))
+    bench.until(lambda: bench.elastic.residency == "resident")
+    bench.finish()
+    assert seen == ["drop", "restore"]
+    assert bench.channel.tokens(1) == answer(bench, params(max_tokens=120))
+    assert bench.channel.end(1).usage.num_draft_tokens > 0
