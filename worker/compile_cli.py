@@ -29,11 +29,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"[{time.monotonic() - began:6.1f} s] {stage}: {detail}", file=sys.stderr, flush=True)
 
     cache_dir = Path(config.cache_dir or Path.home() / ".cache" / "nightjar")
-    target = resolve_model(config.model, cache_dir, progress)
+    needs_weights = config.load_format != "dummy"
+    target = resolve_model(config.model, cache_dir, progress, needs_weights=needs_weights)
     draft: Path | None = None
     if config.proposer == "draft_model":
         draft = (
-            resolve_model(config.draft, cache_dir, progress)
+            resolve_model(config.draft, cache_dir, progress, needs_weights=needs_weights)
             if config.draft
             else default_draft(config.model)
         )

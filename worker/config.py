@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from nightjar.config import at_least, option
+
+# What 0 stands for. On a GPU the pool is a share of its memory, which only the engine can see.
+_CPU_SIZES = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "max_catchup_tokens": 256,
+    "kv_mb": 256,
+}
+_GPU_SIZES = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_catchup_tokens": 1024}
+ConfigT = TypeVar("ConfigT", bound="WorkerConfig")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,29 +32,53 @@ class WorkerConfig:
     draft: str = option(
         "", "folder or Hub id of the draft; empty takes the one shipped for the alias"
     )
-    device: Literal["cpu"] = option("cpu", "device of this build; GPUs are not served yet")
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", "weights' type; auto is bfloat16 where the processor has its instructions"
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "where models run; auto is the first GPU that is visible, else the CPU"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "weights' type; auto is the checkpoint's on a GPU, on a CPU bfloat16 where the processor "
+        "has its instructions, else float32; float16 runs on a GPU only",
+    )
+    load_format: Literal["safetensors", "dummy"] = option(
+        "safetensors", "the checkpoint's weights, or random ones by its config.json for benchmarks"
     )
     arithmetic: Literal["auto", "exact", "free"] = option(
         "auto", "exact answers to the bit, or free; auto is exact where it can be proved"
     )
     build: Literal["auto", "eager", "compiled"] = option(
-        "auto", "forward to run; auto takes a cached compiled build if there is one"
+        "auto",
+        "forward to run; auto compiles on a GPU, and on a CPU takes a cached build if there is one",
     )
     num_threads: int = at_least(0, 0, "threads of the engine; 0 takes the cores it may use")
     max_model_len: int = at_least(0, 0, "tokens of prompt and answer; 0 takes min(model's, 2048)")
-    max_num_seqs: int = at_least(1, 16, "most requests in a batch")
-    max_num_batched_tokens: int = at_least(2, 256, "most tokens in a step")
+    max_num_seqs: int = at_least(0, 0, "most requests in a batch; 0 takes 16, on a GPU 256")
+    max_num_batched_tokens: int = option(
+        0,
+        "most tokens in a step; 0 takes 256, on a GPU 2048",
+        check=lambda n: n == 0 or n >= 2,
+        limit="at least 2, or 0",
+    )
     block_size: int = option(
         16, "tokens of a KV block", check=lambda n: n in (16, 32, 64), limit="16, 32 or 64"
     )
     num_blocks: int = at_least(0, 0, "KV blocks of the pool's head; 0 derives them from kv_mb")
-    kv_mb: int = at_least(1, 256, "megabytes of target KV where num_blocks is 0")
+    kv_mb: int = at_least(
+        0, 0, "megabytes of target KV where num_blocks is 0; 0 takes 256, on a GPU its share"
+    )
+    gpu_memory_share: float = option(
+        0.85,
+        "part of the memory that is free once weights are loaded which a GPU's pool may take, "
+        "where num_blocks and kv_mb are 0",
+        check=lambda share: 0 < share <= 1,
+        limit="above 0, at most 1",
+    )
     max_gamma: int = option(
         5, "largest gamma of a step", check=lambda n: 0 <= n <= 8, limit="0 to 8"
     )
-    max_catchup_tokens: int = at_least(1, 256, "most tokens that the draft catches up in a step")
+    max_catchup_tokens: int = at_least(
+        0, 0, "most tokens that the draft catches up in a step; 0 takes 256, on a GPU 1024"
+    )
     max_waiting: int = at_least(1, 256, "requests that may wait; more are refused")
     stream_interval_ms: int = at_least(0, 20, "join stream messages for this long under load")
     planner: str = option("", "address of the planner; empty runs without speculation adapting")
@@ -54,3 +91,31 @@ class WorkerConfig:
     progress_timeout_s: float = at_least(
         0.5, 10, "seconds without a sign of the engine after which the worker is not ready"
     )
+
+
+def resolved(config: ConfigT) -> ConfigT:
+    """The same configuration with device and sizes in place of "auto" and 0; twice does no harm.
+
+    On a GPU kv_mb stays 0, where it was: the engine derives the pool from the card's memory.
+    """
+    device = find_device() if config.device == "auto" else config.device
+    sizes = _GPU_SIZES if device == "cuda" else _CPU_SIZES
+    changes: dict[str, Any] = {
+        name: size for name, size in sizes.items() if getattr(config, name) == 0
+    }
+    return dataclasses.replace(config, device=device, **changes)
+
+
+def find_device() -> Literal["cpu", "cuda"]:
+    """Say "cuda" where a GPU is visible and the installed torch was built for it.
+
+    Torch itself is not loaded: the front never does.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return "cpu"
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return "cpu"
+    spec = importlib.util.find_spec("torch")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    built = any((Path(folder) / "lib" / "libtorch_cuda.so").is_file() for folder in folders)
+    return "cuda" if built else "cpu"

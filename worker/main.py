@@ -110,7 +110,12 @@ async def _start(state: WorkerState, background: list[asyncio.Task[None]]) -> No
 
 
 def _load_tokenizer(config: WorkerConfig) -> Tokenizer:
-    folder = resolve_model(config.model, cache_folder(config.cache_dir), lambda *_: None)
+    folder = resolve_model(
+        config.model,
+        cache_folder(config.cache_dir),
+        lambda *_: None,
+        needs_weights=config.load_format != "dummy",
+    )
     return Tokenizer.load(folder)
 
 

@@ -16,7 +16,7 @@ from nightjar import log
 from nightjar.config import at_least, option, parse
 from nightjar.errors import ConfigError
 from worker.calibration.grid import Grid, Measured, default_batch_sizes
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, resolved
 from worker.messages import Ready
 
 DESCRIPTION = """\
@@ -88,7 +88,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--json", action="store_true")
     switches, flags = parser.parse_known_args(argv)
-    config = parse(CalibrateConfig, flags, prog="nightjar bench calibrate", description=DESCRIPTION)
+    config = resolved(
+        parse(CalibrateConfig, flags, prog="nightjar bench calibrate", description=DESCRIPTION)
+    )
     if too_large := [size for size in config.batch_sizes if size > config.max_num_seqs]:
         raise ConfigError(
             f"--batch-sizes={too_large[0]}: more rows than run at once, which are "
@@ -182,7 +184,12 @@ def _prompts(config: CalibrateConfig) -> Callable[[int, int], list[int]]:
     from worker.model.fetch import cache_folder, resolve_model
     from worker.text.tokenizer import Tokenizer
 
-    folder = resolve_model(config.model, cache_folder(config.cache_dir), lambda *_: None)
+    folder = resolve_model(
+        config.model,
+        cache_folder(config.cache_dir),
+        lambda *_: None,
+        needs_weights=config.load_format != "dummy",
+    )
     token_ids = Tokenizer.load(folder).encode(TEXT)
 
     def prompt(number: int, length: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nightjar.errors import ConfigError
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, resolved
 
 DEFAULT_MAX_MODEL_LEN = 2048
 
@@ -14,6 +14,7 @@ def check_config(config: WorkerConfig) -> None:
     Raises:
         ConfigError: Names the flags.
     """
+    config = resolved(config)
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens={config.max_num_batched_tokens}: must be at least "
@@ -21,6 +22,13 @@ def check_config(config: WorkerConfig) -> None:
         )
     if config.draft and config.proposer != "draft_model":
         raise ConfigError(f"--draft={config.draft!r}: --proposer={config.proposer} uses no draft")
+    if config.device == "cuda" and config.memory_agent:
+        raise ConfigError(
+            f"--memory-agent={config.memory_agent!r}: the agent maps pools of CPU workers only; "
+            "leave it out, or say --device=cpu"
+        )
+    if config.device == "cpu" and config.dtype == "float16":
+        raise ConfigError("--dtype='float16': runs on a GPU only; choose float32 or bfloat16")
     if config.gamma is None:
         return
     if config.planner:
@@ -48,8 +56,18 @@ def max_model_len(config: WorkerConfig, model_len: int, num_base_blocks: int) ->
     if given > model_len:
         raise ConfigError(f"--max-model-len={given}: the model's context is {model_len} tokens")
     if given > num_slots:
-        flag = f"--num-blocks={num_base_blocks}" if config.num_blocks else f"--kv-mb={config.kv_mb}"
         raise ConfigError(
-            f"{flag}: holds {num_slots} tokens, less than one row of --max-model-len={given}"
+            f"{_pool_flag(config)}: holds {num_slots} tokens, less than one row of "
+            f"--max-model-len={given}"
         )
     return given
+
+
+def _pool_flag(config: WorkerConfig) -> str:
+    """The flag that the pool's size comes from."""
+    config = resolved(config)
+    if config.num_blocks:
+        return f"--num-blocks={config.num_blocks}"
+    if config.kv_mb:
+        return f"--kv-mb={config.kv_mb}"
+    return f"--gpu-memory-share={config.gpu_memory_share:g}"

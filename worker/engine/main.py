@@ -16,7 +16,7 @@ from nightjar import log
 from nightjar.config import parse
 from nightjar.errors import ConfigError, EngineFailure, NightjarError
 from worker.channel import ChannelError, EngineChannel
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, resolved
 from worker.engine.limits import check_config
 from worker.messages import Progress, Ready, Shutdown, StartFailed
 
@@ -90,6 +90,7 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
         NightjarError: This configuration or this model cannot be served.
     """
     check_config(config)
+    config = resolved(config)
     progress = _progress(channel)
     target, draft = _folders(config, progress)
 
@@ -148,11 +149,15 @@ def _folders(
         resolve_model,
     )
 
-    cache = cache_folder(config.cache_dir)
-    target = resolve_model(config.model, cache, progress)
+    cache, needs_weights = cache_folder(config.cache_dir), config.load_format != "dummy"
+    target = resolve_model(config.model, cache, progress, needs_weights=needs_weights)
     draft: Path | None = None
     if config.proposer == "draft_model":
-        given = resolve_draft(config.draft, cache, progress) if config.draft else None
+        given = (
+            resolve_draft(config.draft, cache, progress, needs_weights=needs_weights)
+            if config.draft
+            else None
+        )
         draft = given or default_draft(config.model)
         if draft is None:
             raise ConfigError(

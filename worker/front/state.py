@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nightjar.errors import InvalidRequest, Unavailable
 from nightjar.validation import Limits
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, resolved
 from worker.front.admission import Admission
 from worker.front.engine_client import EngineClient
 from worker.text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ class WorkerState:
     def __init__(self, config: WorkerConfig, engine: EngineClient) -> None:
         self.config = config
         self.engine = engine
-        self.admission = Admission(config.max_num_seqs, config.max_waiting)
+        self.admission = Admission(resolved(config).max_num_seqs, config.max_waiting)
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.model_name = served_name(config)
         self.tokenizer: Tokenizer | None = None

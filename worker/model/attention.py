@@ -165,6 +165,17 @@ def _attention(  # noqa: PLR0917 - an operator's schema
     if state.cache is None:
         state.shapes.add((query.shape[1], key.shape[1], key.shape[3]))
         return torch.zeros_like(query.transpose(1, 2))
+    if state.paged is not None:
+        return state.paged.attend(
+            state.cache,
+            layer,
+            query,
+            key,
+            value,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+        )
     if state.native is not None:
         return state.native.attend(
             layer, query, key, value, scaling=scaling, window=window, softcap=softcap

@@ -6,32 +6,38 @@ import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from memory_agent.layout import ArenaLayout
 from nightjar.errors import ConfigError, ModelRefused
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, resolved
 from worker.messages import PoolInfo
 from worker.model import device
 from worker.model.compiled import build_key, compile_forward, is_built, mark_built
+from worker.model.device import Placement
 from worker.model.fingerprint import fingerprint
 from worker.model.forward import DraftForward, ModelForward
-from worker.model.linear import pack, replace_linears
+from worker.model.linear import replace_linears
 from worker.model.loading import (
     attach,
+    checkpoint_dtype,
     eos_token_ids,
     identity,
     load_model,
     max_positions,
     read_config,
 )
-from worker.model.pool import Arena, KVCache, KVGeometry, image_size, move_into
+from worker.model.placing import layout_of, put_in_place, workspace_bytes
+from worker.model.pool import Arena
 from worker.model.proof import prove_exact
 from worker.model.runtime import new_runtime, release_runtime
 from worker.model.self_check import Finding, check_architecture, free_memory
+
+if TYPE_CHECKING:
+    from worker.gpu.buckets import Buckets
 
 Progress = Callable[[str, str], None]
 DEFAULT_CONTEXT = 2048  # tokens, where --max-model-len is 0
@@ -45,6 +51,8 @@ class Models:
 
     target: ModelForward
     draft: DraftForward | None
+    placement: Placement
+    buckets: Buckets | None  # sizes that forwards are padded to, where kernels run
     layout: ArenaLayout
     pool: PoolInfo | None  # None without a draft: nothing to give back
     block_size: int
@@ -62,14 +70,19 @@ class Models:
         """Unlink the shared files and forget the models; twice does no harm."""
         for forward in (self.target, self.draft):
             if forward is not None:
-                forward.runtime.cache = forward.runtime.native = None
+                runtime = forward.runtime
+                runtime.cache = runtime.native = runtime.paged = runtime.gemms = None
                 release_runtime(forward.runtime)
         self.arena.close()
         atexit.unregister(self.arena.close)
 
 
 def build_models(
-    config: WorkerConfig, target_folder: Path, draft_folder: Path | None, progress: Progress
+    config: WorkerConfig,
+    target_folder: Path,
+    draft_folder: Path | None,
+    progress: Progress,
+    placement: Placement | None = None,
 ) -> Models:
     """Load, check, place and prove the models of a worker.
 
@@ -78,13 +91,16 @@ def build_models(
         target_folder: Folder with config.json and safetensors.
         draft_folder: The draft's, or None where no model drafts.
         progress: Told (stage, detail) before each long step.
+        placement: Where they run; None is where the configuration says.
 
     Raises:
         ConfigError: A flag does not fit the model or the machine.
         ModelRefused: The model would be answered wrongly, or exact arithmetic was asked for
             and cannot be proved.
     """
-    return _build(config, target_folder, draft_folder, progress, build=config.build)
+    config = resolved(config)
+    placement = placement or device.place(config.device)
+    return _build(config, target_folder, draft_folder, progress, placement, build=config.build)
 
 
 def compile_build(
@@ -99,7 +115,9 @@ def compile_build(
         ConfigError: A flag does not fit.
         ModelRefused: The forward does not compile, or what `build_models` raises.
     """
-    models = _build(config, target_folder, draft_folder, progress, build="fill")
+    config = resolved(config)
+    placement = device.place(config.device)
+    models = _build(config, target_folder, draft_folder, progress, placement, build="fill")
     models.close()
     return models.arithmetic
 
@@ -109,52 +127,76 @@ def _build(
     target_folder: Path,
     draft_folder: Path | None,
     progress: Progress,
+    placement: Placement,
     *,
     build: str,
 ) -> Models:
-    device.set_up(config.num_threads)
-    dtype = device.resolve_dtype(config.dtype)
-    name = str(dtype).removeprefix("torch.")
-    progress("check", "comparing the paged forward with the model's own")
+    device.set_up(config.num_threads, placement)
     folders = [target_folder] + ([draft_folder] if draft_folder is not None else [])
     configs = [read_config(folder) for folder in folders]
+    dtype = device.resolve_dtype(config.dtype, placement, checkpoint_dtype(configs[0]))
+    name = str(dtype).removeprefix("torch.")
+    progress("check", "comparing the paged forward with the model's own")
     length = _context_length(config, configs[0])
-    findings = [check_architecture(f, c) for f, c in zip(folders, configs, strict=True)]
+    findings = [
+        check_architecture(f, c, placement, config.load_format)
+        for f, c in zip(folders, configs, strict=True)
+    ]
     cache_dir = Path(config.cache_dir or Path.home() / ".cache" / "nightjar")
-    keys = [build_key(folder, dtype=name) for folder in folders]
-    compiled = _choose_compiled(build, cache_dir, keys)
+    keys = [build_key(folder, dtype=name, placement=placement) for folder in folders]
+    fills = build == "fill" or (placement.kernels and build != "eager")
+    compiled = fills or _choose_compiled(build, cache_dir, keys)
 
     progress("load", f"{target_folder.name} in {name}")
     geometries = [finding.geometry(config.block_size, dtype) for finding in findings]
-    target = _prepare(ModelForward, "target", (folders[0], configs[0], findings[0]), config)
+    sources = list(zip(folders, configs, findings, strict=True))
+    target_kind, draft_kind = _kinds(placement)
+    target = _prepare(target_kind, "target", sources[0], config, dtype=dtype, placement=placement)
     target.max_model_len = length
-    draft = None
+    draft: DraftForward | None = None
     if draft_folder is not None:
-        draft = _prepare(DraftForward, "draft", (folders[1], configs[1], findings[1]), config)
+        draft = _prepare(draft_kind, "draft", sources[1], config, dtype=dtype, placement=placement)
         draft.max_model_len = min(length, draft.max_model_len)
+    forwards: list[ModelForward] = [target] if draft is None else [target, draft]
 
-    layout = _layout(config, geometries, draft)
+    buckets, workspace = _sizes(config, configs[0], dtype) if placement.kernels else (None, 0)
+    layout = layout_of(config, geometries, draft, placement, workspace_bytes=workspace)
     progress("pool", f"{layout.num_bytes >> 20} MB for {layout.num_base_blocks} blocks")
-    arena = Arena(layout, None if draft is None else config.shm_dir)
+    is_shared = draft is not None and not placement.kernels
+    arena = Arena(layout, config.shm_dir if is_shared else None, placement.device)
     atexit.register(arena.close)
     try:
-        pool = _place(arena, target, draft, geometries)
+        pool = put_in_place(arena, target, draft, geometries)
         free_memory()
-        forwards = [target] if draft is None else [target, draft]
-        if compiled:
-            for forward, key in zip(forwards, keys, strict=True):
-                progress("compile", f"{forward.runtime.name}: first use of the compiled build")
-                compile_forward(forward, cache_dir, key, fill=build == "fill")
+        if buckets is not None:
+            from worker.gpu.placing import equip  # only here: it loads triton
+
+            equip(
+                forwards,
+                keys,
+                config,
+                placement,
+                buckets,
+                max_model_len=length,
+                cache_dir=cache_dir,
+                progress=progress,
+            )
+        for forward, key in zip(forwards, keys, strict=True) if compiled else ():
+            is_new = fills and not is_built(cache_dir, key)
+            what = "compiling; later starts use it" if is_new else "first use of the cached build"
+            progress("compile", f"{forward.runtime.name}: {what}")
+            compile_forward(forward, cache_dir, key, fill=fills)
         reason = _settle_arithmetic(config, forwards, progress)
-        if build == "fill":
-            for key, folder in zip(keys, folders, strict=True):
-                mark_built(cache_dir, key, f"{folder.name} {name} {reason}")
+        for key, folder in zip(keys, folders, strict=True) if fills else ():
+            mark_built(cache_dir, key, f"{folder.name} {name} {reason}")
         kind = "compiled" if compiled else "eager"
-        mark = fingerprint(target, dtype=name, build=kind)
+        mark = fingerprint(target, dtype=name, build=kind, placement=placement)
         free_memory()
         return Models(
             target=target,
             draft=draft,
+            placement=placement,
+            buckets=buckets,
             layout=layout,
             pool=pool,
             block_size=config.block_size,
@@ -163,16 +205,17 @@ def _build(
             arithmetic_reason=reason,
             fingerprint=mark,
             build=kind,
-            target_identity=identity(target_folder),
-            draft_identity=identity(draft_folder) if draft_folder is not None else "",
+            target_identity=identity(target_folder, config.load_format),
+            draft_identity=(
+                identity(draft_folder, config.load_format) if draft_folder is not None else ""
+            ),
             eos_token_ids=eos_token_ids(target.model),
             arena=arena,
         )
     except BaseException:
         arena.close()
-        for model in (target, draft):
-            if model is not None:
-                release_runtime(model.runtime)
+        for forward in forwards:
+            release_runtime(forward.runtime)
         raise
 
 
@@ -192,74 +235,45 @@ def _choose_compiled(build: str, cache_dir: Path, keys: list[str]) -> bool:
             "--build='compiled': no compiled build of this model, dtype, thread count and "
             "machine is cached; make it with `nightjar compile` and the same flags"
         )
-    return build == "fill" or (built and build != "eager")
+    return built and build != "eager"
+
+
+def _sizes(config: WorkerConfig, model_config: Any, dtype: torch.dtype) -> tuple[Buckets, int]:
+    """Sizes of a device's forwards, and bytes that they need beside weights and pool."""
+    from worker.gpu.placing import buckets_of
+
+    buckets = buckets_of(config)
+    most = {"max_tokens": buckets.max_tokens, "max_kept": buckets.decode[-1]}
+    return buckets, workspace_bytes(model_config, dtype, **most)
+
+
+def _kinds(placement: Placement) -> tuple[type[ModelForward], type[DraftForward]]:
+    if not placement.kernels:
+        return ModelForward, DraftForward
+    from worker.gpu.forward import DeviceDraftForward, DeviceForward
+
+    return DeviceForward, DeviceDraftForward
 
 
 def _prepare(
-    kind: type[ForwardT], role: str, source: tuple[Path, Any, Finding], config: WorkerConfig
+    kind: type[ForwardT],
+    role: str,
+    source: tuple[Path, Any, Finding],
+    config: WorkerConfig,
+    *,
+    dtype: torch.dtype,
+    placement: Placement,
 ) -> ForwardT:
     """Load a model and put our linears in; weights are packed once they have their place."""
     folder, model_config, finding = source
-    model: nn.Module = load_model(folder, model_config, device.resolve_dtype(config.dtype))
-    runtime = new_runtime(role, exact=config.arithmetic != "free")
+    model: nn.Module = load_model(
+        folder, model_config, dtype, device=placement.device, load_format=config.load_format
+    )
+    runtime = new_runtime(role, exact=config.arithmetic != "free", kernels=placement.kernels)
     attach(model, runtime.name)
     replace_linears(model, runtime, merge=finding.merge)
     size = model_config.get_text_config().vocab_size
     return kind(model, runtime, vocab_size=size, max_model_len=max_positions(model_config))
-
-
-def _layout(
-    config: WorkerConfig, geometries: list[KVGeometry], draft: DraftForward | None
-) -> ArenaLayout:
-    block_bytes = geometries[0].block_bytes
-    num_blocks = config.num_blocks or (config.kv_mb << 20) // block_bytes
-    if num_blocks < 1:
-        raise ConfigError(f"--kv-mb={config.kv_mb}: a block alone takes {block_bytes} bytes")
-    return ArenaLayout(
-        block_bytes=block_bytes,
-        draft_block_bytes=0 if draft is None else geometries[1].block_bytes,
-        image_bytes=0 if draft is None else image_size(_tensors(draft.model)),
-        num_base_blocks=num_blocks,
-    )
-
-
-def _place(
-    arena: Arena,
-    target: ModelForward,
-    draft: DraftForward | None,
-    geometries: list[KVGeometry],
-) -> PoolInfo | None:
-    """Give both models their KV and, in the tail, the draft its weights; pack the linears."""
-    layout = arena.layout
-    num_blocks = layout.num_base_blocks + layout.num_extra_blocks
-    target.runtime.cache = KVCache(arena.memory, geometries[0], num_blocks)
-    pack(target.runtime, target.model, keep_plain=False)
-    for tensor in _tensors(target.model):  # what is left lets go of the mapped checkpoint
-        tensor.data = tensor.data.clone()
-    if draft is None:
-        return None
-    tail = arena.memory[layout.tail_offset :]
-    draft.runtime.cache = KVCache(tail, geometries[1], layout.num_base_blocks)
-    image = arena.memory[layout.image_offset : layout.image_offset + layout.image_bytes]
-    move_into(_tensors(draft.model), image)
-    draft.restore()
-    path, digest = arena.write_image()
-    return PoolInfo(
-        arena_path=arena.path,
-        arena_bytes=layout.num_bytes,
-        block_bytes=layout.block_bytes,
-        num_base_blocks=layout.num_base_blocks,
-        num_extra_blocks=layout.num_extra_blocks,
-        image_path=path,
-        image_offset=layout.image_offset,
-        image_bytes=layout.image_bytes,
-        image_sha256=digest,
-    )
-
-
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Everything a forward reads that belongs to the model: parameters and buffers."""
-    return [*model.parameters(), *model.buffers()]
 
 
 def _settle_arithmetic(
@@ -279,5 +293,5 @@ def _settle_arithmetic(
     if config.arithmetic == "exact":
         raise ModelRefused(f"--arithmetic='exact' cannot be kept on this machine: {problem}")
     for forward in forwards:
-        forward.runtime.exact = False
+        forward.set_free()
     return f"not exact: {problem}"

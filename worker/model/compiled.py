@@ -1,7 +1,7 @@
 """The compiled forward: one inductor graph with a dynamic number of tokens, cached on disk.
 
 All sizes run the same graph, so bits cannot depend on size; attention and linears stay our
-operators inside it. A worker compiles nothing by itself: `nightjar compile` fills the cache.
+operators inside it. A CPU's worker compiles nothing by itself: `nightjar compile` fills the cache.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import nightjar
 from nightjar.errors import EngineFailure, ModelRefused
 from worker.model import native
 from worker.model.batch import Batch
-from worker.model.device import device_kind
+from worker.model.device import CPU, Placement, device_kind
 from worker.model.forward import ModelForward, Step
 
 _MARKER = "complete.json"
-_TRACED = (7, 3)  # tokens and kept tokens of the traced call: unequal, so that both are free
+# Tokens and kept tokens of the traced call: unequal, so that both are free.
+_TRACED = (7, 3)
+_TRACED_BY_KERNELS = (8, 4)
 
 
-def build_key(folder: Path, *, dtype: str) -> str:
+def build_key(folder: Path, *, dtype: str, placement: Placement = CPU) -> str:
     """Name of the build of a model: whatever its graph or its code could depend on.
 
     Exact and free arithmetic share a build: they differ inside our operators alone.
@@ -39,7 +41,8 @@ def build_key(folder: Path, *, dtype: str) -> str:
         "config": json.loads((folder / "config.json").read_text()),
         "dtype": dtype,
         "threads": torch.get_num_threads(),
-        "device": device_kind(),
+        "device": device_kind(placement),
+        "kernels": _triton_version() if placement.kernels else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -47,6 +50,12 @@ def build_key(folder: Path, *, dtype: str) -> str:
         "attention": hashlib.sha256(native.SOURCE.read_bytes()).hexdigest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _triton_version() -> str:
+    import triton  # only here: a CPU's worker does without
+
+    return str(triton.__version__)
 
 
 def build_folder(cache_dir: Path, key: str) -> Path:
@@ -75,7 +84,7 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: b
     """
     runtime, folder = forward.runtime, build_folder(cache_dir, key)
     assert runtime.cache is not None
-    if native.supports(runtime.cache.geometry):
+    if not runtime.kernels and native.supports(runtime.cache.geometry):
         if fill:
             native.compile_library(folder)
         runtime.native = native.NativeAttention(folder, runtime.cache.geometry)
@@ -84,7 +93,7 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: b
     floats_stay = torch._dynamo.config.patch(specialize_float=True)  # else all is traced twice
     with _inductor_cache(folder), floats_stay:
         try:
-            _trace(forward, step)
+            _trace(forward, _marked(step))
         except Exception as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelRefused(f"the forward does not compile: {line}") from error
@@ -110,9 +119,28 @@ def _own_code(forward: ModelForward) -> Step:
     return cast(Step, own)
 
 
+def _marked(step: Step) -> Step:
+    """Tell dynamo which sizes vary."""
+
+    def marked(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.mark_dynamic(ids, 1)
+        torch._dynamo.mark_dynamic(positions, 1)
+        torch._dynamo.mark_dynamic(keep, 0)
+        return step(ids, positions, keep)
+
+    return marked
+
+
 def _trace(forward: ModelForward, step: Step) -> None:
     runtime = forward.runtime
     assert runtime.cache is not None
+    forward.step = step
+    if runtime.kernels:
+        from worker.gpu.forward import DeviceForward  # only here: it loads triton
+
+        assert isinstance(forward, DeviceForward)
+        forward.run_padding(*_TRACED_BY_KERNELS)
+        return
     tokens, kept = _TRACED
     size = runtime.cache.geometry.block_size
     batch = Batch(
@@ -123,14 +151,6 @@ def _trace(forward: ModelForward, step: Step) -> None:
         block_tables=[[0] * (-(-tokens // size))],
         logit_tokens=list(range(kept)),
     )
-
-    def marked(ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.mark_dynamic(ids, 1)
-        torch._dynamo.mark_dynamic(positions, 1)
-        torch._dynamo.mark_dynamic(keep, 0)
-        return step(ids, positions, keep)
-
-    forward.step = marked
     forward.run(batch)
 
 

@@ -36,7 +36,9 @@ def cache_folder(cache_dir: str) -> Path:
     return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "nightjar"
 
 
-def resolve_model(name: str, cache_dir: Path, progress: Progress) -> Path:
+def resolve_model(
+    name: str, cache_dir: Path, progress: Progress, *, needs_weights: bool = True
+) -> Path:
     """The folder of a target: config.json, safetensors and tokenizer.json.
 
     Args:
@@ -44,23 +46,26 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress) -> Path:
             over the Hub.
         cache_dir: Where downloads and conversions are kept.
         progress: Told a stage and a detail at least every few seconds while something runs.
+        needs_weights: False where dummy weights are made, so that a local folder needs none.
 
     Raises:
         ConfigError: No such model, it cannot be had now, or its folder lacks a file.
     """
     folder = _find(name, cache_dir, progress)
-    _check_folder(folder, name, needs_tokenizer=True)
+    _check_folder(folder, name, needs_tokenizer=True, needs_weights=needs_weights)
     return folder
 
 
-def resolve_draft(name: str, cache_dir: Path, progress: Progress) -> Path:
+def resolve_draft(
+    name: str, cache_dir: Path, progress: Progress, *, needs_weights: bool = True
+) -> Path:
     """The folder of a draft, which may lack a tokenizer: then its vocabulary is the target's.
 
     Raises:
         ConfigError: As `resolve_model`.
     """
     folder = _find(name, cache_dir, progress)
-    _check_folder(folder, name, needs_tokenizer=False)
+    _check_folder(folder, name, needs_tokenizer=False, needs_weights=needs_weights)
     return folder
 
 
@@ -116,12 +121,16 @@ def _find(name: str, cache_dir: Path, progress: Progress) -> Path:
     )
 
 
-def _check_folder(folder: Path, name: str, *, needs_tokenizer: bool) -> None:
+def _check_folder(folder: Path, name: str, *, needs_tokenizer: bool, needs_weights: bool) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     lacks = [] if (folder / "config.json").is_file() else ["config.json"]
-    lacks += [] if weights else ["*.safetensors (other weight formats are not loaded)"]
+    lacks += (
+        []
+        if weights or not needs_weights
+        else ["*.safetensors (other weight formats are not loaded)"]
+    )
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if needs_weights and index.is_file():
         named = set(_read_json(index).get("weight_map", {}).values())
         lacks += sorted(named - {path.name for path in weights})
     if needs_tokenizer and not (folder / "tokenizer.json").is_file():

@@ -7,7 +7,7 @@ import hashlib
 import torch
 import transformers
 
-from worker.model.device import device_kind
+from worker.model.device import CPU, Placement, device_kind
 from worker.model.forward import ModelForward
 from worker.model.linear import can_pack
 from worker.model.probe_rows import ProbeRows
@@ -16,22 +16,33 @@ ARITHMETIC_VERSION = 1  # raised by whoever changes an order of additions
 _PROBE_TOKENS = 4
 
 
-def fingerprint(forward: ModelForward, *, dtype: str, build: str) -> str:
+def fingerprint(
+    forward: ModelForward, *, dtype: str, build: str, placement: Placement = CPU
+) -> str:
     """SHA-256 over what decides the bits, a fixed probe's logits included."""
     parts = (
-        "nightjar-cpu",
+        "nightjar-cuda" if placement.kernels else "nightjar-cpu",
         ARITHMETIC_VERSION,
         "exact" if forward.runtime.exact else "free",
-        device_kind(),
+        device_kind(placement),
         torch.__version__,
         transformers.__version__,
         build,
         dtype,
-        torch.get_num_threads(),
-        "packed" if can_pack() else "plain",
+        *(_of_kernels() if placement.kernels else _of_processor()),
         probe_digest(forward),
     )
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()
+
+
+def _of_processor() -> tuple[int, str]:
+    return torch.get_num_threads(), "packed" if can_pack() else "plain"
+
+
+def _of_kernels() -> tuple[str]:
+    import triton  # only here: a CPU's worker does without
+
+    return (triton.__version__,)
 
 
 def probe_digest(forward: ModelForward) -> str:
@@ -43,4 +54,4 @@ def probe_digest(forward: ModelForward) -> str:
         logits = rows.run([(rows.rows[0], 0, count)])
     finally:
         rows.close()
-    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(logits.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

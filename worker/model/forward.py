@@ -22,6 +22,8 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class ModelForward:
     """Runs a prepared transformers model; satisfies `worker.model.batch.Forward`."""
 
+    max_batch_tokens = MAX_ROWS  # of one forward; longer batches run as several
+
     def __init__(
         self, model: nn.Module, runtime: Runtime, *, vocab_size: int, max_model_len: int
     ) -> None:
@@ -31,6 +33,10 @@ class ModelForward:
         self.pad_always = False  # a compiled step never sees one row
         self.compiled = False
         self.last_layers: set[int] = set()  # that attended in the last planned forward
+
+    def set_free(self) -> None:
+        """Give up exact arithmetic: bits may depend on the batch from now on."""
+        self.runtime.exact = False
 
     def eager_step(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor
@@ -46,8 +52,12 @@ class ModelForward:
     def run(self, batch: Batch) -> torch.Tensor:
         """Write the tokens' KV at their slots; logits float32 [len(logit_tokens), vocab_size].
 
-        More than 256 tokens run as several forwards, in order, whose bits are the same.
+        More than `max_batch_tokens` run as several forwards, in order, whose bits are the same.
         """
+        return self.compute(batch)
+
+    def compute(self, batch: Batch) -> torch.Tensor:
+        """Like `run`, but the logits stay where they are, in the dtype that they have."""
         with torch.inference_mode():
             if len(batch.input_ids) <= MAX_ROWS:
                 return self._run(batch)
@@ -93,15 +103,15 @@ class DraftForward(ModelForward):
         pack(self.runtime, self.model, keep_plain=True)
         self.resident = True
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Like `ModelForward.run`.
+    def compute(self, batch: Batch) -> torch.Tensor:
+        """Like `ModelForward.compute`.
 
         Raises:
             EngineFailure: The draft is dropped.
         """
         if not self.resident:
             raise EngineFailure("the draft ran while its memory was given away")
-        return super().run(batch)
+        return super().compute(batch)
 
 
 def split(batch: Batch, limit: int) -> list[Batch]:

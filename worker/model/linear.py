@@ -1,4 +1,4 @@
-"""Linears packed for oneDNN, and q, k, v or gate, up merged into one product.
+"""Linears packed for oneDNN or multiplied by a GPU's kernels; q, k, v or gate, up merged.
 
 A packed product's rows are independent of their number from 2 to 256; one row alone takes
 another kernel. Merging changes no output's bits: each is a dot product of its own.
@@ -30,17 +30,26 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = weight.shape
         self.nightjar_runtime, self.index = runtime.name, len(runtime.weights)
+        # The kernels leave a bias to whoever reads the product, which a compiler fuses.
+        self.adds_bias = runtime.kernels
         runtime.weights.append(
-            Weight(plain=self.weight.data, bias=bias, num_outputs=self.out_features)
+            Weight(
+                plain=self.weight.data,
+                bias=None if self.adds_bias else bias,
+                num_outputs=self.out_features,
+            )
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
+        product: torch.Tensor
         if torch.compiler.is_compiling():
             op = torch.ops.nightjar.linear.default
-            product: torch.Tensor = op(x, self.nightjar_runtime, self.index, self.out_features)
-            return product
-        return _linear(x, self.nightjar_runtime, self.index, self.out_features)
+            product = op(x, self.nightjar_runtime, self.index, self.out_features)
+        else:
+            product = _linear(x, self.nightjar_runtime, self.index, self.out_features)
+        bias = self.bias if self.adds_bias else None
+        return product if bias is None else product + bias
 
 
 class MergedPart(nn.Module):
@@ -117,7 +126,7 @@ def _merge(module: nn.Module, names: tuple[str, ...], runtime: Runtime) -> None:
 
 
 def pack(runtime: Runtime, model: nn.Module, *, keep_plain: bool) -> None:
-    """Pack every linear's weight as it now is.
+    """Take every linear's weight as it now is, packed where the CPU multiplies it.
 
     Args:
         runtime: Holds the weights.
@@ -128,6 +137,8 @@ def pack(runtime: Runtime, model: nn.Module, *, keep_plain: bool) -> None:
     for linear in linears:
         weight = runtime.weights[linear.index]
         weight.plain = linear.weight.data
+        if runtime.kernels:
+            continue
         weight.bias = None if linear.bias is None else linear.bias.data
         if can_pack():
             weight.packed = torch.ops.mkldnn._reorder_linear_weight(weight.plain, _PACK_HINT)
@@ -155,6 +166,8 @@ def weight_stub(weight: torch.Tensor) -> torch.Tensor:
 def _linear(x: torch.Tensor, runtime: str, index: int, num_outputs: int) -> torch.Tensor:
     state = get_runtime(runtime)
     weight = state.weights[index]
+    if state.kernels:
+        return _by_kernel(state, x, weight)
     rows = x.numel() // x.shape[-1]
     if 1 < rows <= MAX_ROWS or (rows == 1 and not state.exact):
         return _product(x, weight)
@@ -182,6 +195,14 @@ def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if weight.plain is None:
         raise EngineFailure("a linear ran while its weights were dropped")
     return nn.functional.linear(x, weight.plain, weight.bias)
+
+
+def _by_kernel(state: Runtime, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    if weight.plain is None:
+        raise EngineFailure("a linear ran while its weights were dropped")
+    assert state.gemms is not None
+    product = state.gemms.product(x.reshape(-1, x.shape[-1]).contiguous(), weight.plain)
+    return product.view(*x.shape[:-1], weight.num_outputs)
 
 
 def _fake_linear(x: torch.Tensor, runtime: str, index: int, num_outputs: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nightjar.errors import ModelRefused
 from worker.model.attention import ATTENTION
+from worker.model.device import CPU
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _UNSTEADY_ROPE = {"dynamic", "longrope"}  # a row's answer depends on its neighbours' length
@@ -57,12 +58,28 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def load_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+def load_model(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    device: torch.device = CPU.device,
+    load_format: str = "safetensors",
+) -> nn.Module:
     """Load weights under `config`, which may name fewer layers than the checkpoint has.
+
+    Args:
+        folder: The checkpoint's.
+        config: As `read_config` returns it.
+        dtype: Of the weights.
+        device: Where they are put.
+        load_format: "dummy" makes weights without reading any.
 
     Raises:
         ModelRefused: No safetensors, or weights are missing or of another shape.
     """
+    if load_format == "dummy":
+        return dummy_model(config, dtype, device)
     with quiet():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -80,8 +97,25 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     missing = sorted(info["missing_keys"]) + sorted(str(x) for x in info["mismatched_keys"])
     if missing:
         raise ModelRefused(f"{config.model_type}: {folder} lacks weights, first {missing[0]}")
-    loaded: nn.Module = model.eval().requires_grad_(False)
+    loaded: nn.Module = model.eval().requires_grad_(False).to(device)
     return loaded
+
+
+def dummy_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A model with seeded weights, for measuring speed: matrices N(0, 0.02), norms 1, biases 0."""
+    devices = [device] if device.type == "cuda" else []
+    with quiet(), torch.random.fork_rng(devices), device:
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION
+        )
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.02, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model.eval().requires_grad_(False)
 
 
 def attach(model: nn.Module, runtime_name: str) -> None:
@@ -95,6 +129,16 @@ def max_positions(config: Any) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
 
 
+def checkpoint_dtype(config: Any) -> torch.dtype | None:
+    """The weights' type that the configuration names, if it does."""
+    for source in (config.get_text_config(), config):
+        named = getattr(source, "dtype", None)
+        dtype = getattr(torch, named, None) if isinstance(named, str) else named
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    return None
+
+
 def eos_token_ids(model: Any) -> tuple[int, ...]:
     """Token ids that end an answer, by the generation configuration, else the model's."""
     for source in (getattr(model, "generation_config", None), model.config):
@@ -104,8 +148,8 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
     return ()
 
 
-def identity(folder: Path) -> str:
-    """Name of a checkpoint: its type and a digest over its configuration and weights.
+def identity(folder: Path, load_format: str = "safetensors") -> str:
+    """Name of a model: its type and a digest over its configuration and weights.
 
     Of each tensor the name, shape and the first and last kilobyte count: enough to tell any
     two trainings apart without reading gigabytes.
@@ -113,7 +157,9 @@ def identity(folder: Path) -> str:
     digest = hashlib.sha256()
     config = (folder / "config.json").read_bytes()
     digest.update(config)
-    for path in sorted(folder.glob("*.safetensors")):
+    if load_format == "dummy":
+        digest.update(b"dummy")
+    for path in sorted(folder.glob("*.safetensors")) if load_format != "dummy" else ():
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = file.read(size)

@@ -1,6 +1,6 @@
 """Torch operators of our own, so that a compiled graph calls what it must not look into.
 
-What they read and write beside their arguments, the pool, the plan and the packed weights,
+What they read and write beside their arguments, the pool, the plan and the weights,
 belongs to the runtime they name. Layers keep their order in a graph because each one's input
 is the output of the one before.
 """
@@ -21,10 +21,11 @@ def define(
 
     Args:
         schema: For example "linear(Tensor x, str runtime) -> Tensor".
-        function: Computes on the CPU.
+        function: Computes, on the CPU and on a GPU.
         fake: Returns an empty tensor of the result's shape and dtype.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, function, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"nightjar::{name}", fake, lib=_LIBRARY)

@@ -20,6 +20,7 @@ import torch
 
 from memory_agent.arena import SharedFile
 from memory_agent.layout import ArenaLayout
+from nightjar.errors import ConfigError
 
 FILE_PREFIX = "nightjar-"
 IMAGE_ALIGNMENT = 64  # a tensor of the image starts on a cache line
@@ -66,18 +67,25 @@ class KVCache:
 class Arena:
     """The arena's bytes: a shared file where an agent may map it, else private memory."""
 
-    def __init__(self, layout: ArenaLayout, shm_dir: str | None) -> None:
+    def __init__(
+        self, layout: ArenaLayout, shm_dir: str | None, device: torch.device | None = None
+    ) -> None:
         """Allocate `layout.num_bytes`.
 
+        Args:
+            layout: The arena's.
+            shm_dir: Folder of the shared file; None for private memory.
+            device: Where private memory lies; None is the CPU.
+
         Raises:
-            ConfigError: `shm_dir` has no room for it.
+            ConfigError: `shm_dir`, or the device, has no room for it.
         """
         self.layout = layout
         self._files: list[tuple[SharedFile, int]] = []
         self._shm_dir = shm_dir
         self.path = ""
         if shm_dir is None:
-            self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            self.memory = _zeros(layout.num_bytes, device or torch.device("cpu"))
         else:
             sweep_stale_files(shm_dir)
             shared = self._create("arena", layout.num_bytes)
@@ -115,6 +123,16 @@ class Arena:
         _lock(lock, fcntl.F_RDLCK)
         self._files.append((shared, lock))
         return shared
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the pool takes {num_bytes >> 20} MB, for which {device} has no room; ask for less "
+            "by --num-blocks, --kv-mb or --gpu-memory-share"
+        ) from None
 
 
 def sweep_stale_files(shm_dir: str) -> list[str]:

@@ -9,7 +9,6 @@ import torch
 
 from worker.model.batch import Batch
 from worker.model.forward import ModelForward
-from worker.model.linear import MAX_ROWS
 from worker.model.pool import KVCache
 
 
@@ -38,15 +37,17 @@ class ProbeRows:
         self.block_size = size = geometry.block_size
         rng = random.Random(0)
         self.prompt = [
-            rng.randrange(forward.vocab_size) for _ in range(min(MAX_ROWS, forward.max_model_len))
+            rng.randrange(forward.vocab_size)
+            for _ in range(min(forward.max_batch_tokens, forward.max_model_len))
         ]
         shared = len(self.prompt) // size + 1
         own = num_checked // size + 2
         total = shared + len(starts) * own
-        memory = torch.zeros(total * geometry.block_bytes, dtype=torch.uint8)
+        device = cache.strips[0].device
+        memory = torch.zeros(total * geometry.block_bytes, dtype=torch.uint8, device=device)
         forward.runtime.cache = KVCache(memory, geometry, total)
         self.prompt_row = Row(tokens=self.prompt, start=0, table=list(range(shared)))
-        forward.run(self.batch([(self.prompt_row, 0, len(self.prompt))], keep=False))
+        forward.compute(self.batch([(self.prompt_row, 0, len(self.prompt))], keep=[]))
         full = max(1, len(self.prompt) // size)
         blocks = memory.view(total, -1)
         self.rows = []
@@ -62,8 +63,8 @@ class ProbeRows:
         """Put the real pool back."""
         self._forward.runtime.cache = self._pool
 
-    def batch(self, parts: list[tuple[Row, int, int]], *, keep: bool = True) -> Batch:
-        """A batch of (row, first checked token, number of tokens), all logits kept or none."""
+    def batch(self, parts: list[tuple[Row, int, int]], *, keep: list[int] | None = None) -> Batch:
+        """A batch of (row, first checked token, number of tokens); None keeps all logits."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -82,9 +83,11 @@ class ProbeRows:
             slots=slots,
             query_starts=starts,
             block_tables=[row.table for row, _, _ in parts],
-            logit_tokens=list(range(len(ids))) if keep else [],
+            logit_tokens=list(range(len(ids))) if keep is None else keep,
         )
 
-    def run(self, parts: list[tuple[Row, int, int]]) -> torch.Tensor:
-        """Logits of every token of the parts, in order."""
-        return self._forward.run(self.batch(parts))
+    def run(
+        self, parts: list[tuple[Row, int, int]], *, keep: list[int] | None = None
+    ) -> torch.Tensor:
+        """Logits of every token of the parts, or of those at `keep`, in order."""
+        return self._forward.compute(self.batch(parts, keep=keep))

@@ -1,8 +1,8 @@
 """Proof at start that a row's logits do not depend on batch, chunking or verification width.
 
 Token-by-token decoding is compared, bit for bit, with what the worker will run: chunks of 1
-to 9 tokens, batches up to its limit, prefill chunks up to 256 tokens. Where it fails, the
-first operation whose rows differ for equal inputs is named.
+to 9 tokens, batches up to its limit, prefill chunks up to one forward's tokens. Where it fails,
+the first operation whose rows differ for equal inputs is named.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ NUM_CHECKED = 10  # tokens decoded one by one, per row
 MAX_WIDTH = 9  # gamma at most 8, and the bonus token
 _RANDOM_ROUNDS = 12
 _STARTS = (3, 46, 131, 700)  # contexts before the checked tokens: one to many tiles
+_PAGED_START = 1500  # where kernels split the keys, into parts longer than tiles
 Part = tuple[Row, int, int]
 
 
@@ -33,7 +36,8 @@ def prove_exact(forward: ModelForward, *, max_num_seqs: int, budget_s: float) ->
     """
     began = time.monotonic()
     limit = forward.max_model_len - NUM_CHECKED
-    starts = sorted({max(0, min(start, limit)) for start in _STARTS})
+    wanted = (*_STARTS, _PAGED_START) if forward.runtime.kernels else _STARTS
+    starts = sorted({max(0, min(start, limit)) for start in wanted})
     checked = min(NUM_CHECKED, forward.max_model_len)
     rows = ProbeRows(forward, starts=starts, num_checked=checked)
     try:
@@ -67,7 +71,7 @@ def _prove(
 
     def parts_of(num_rows: int) -> list[tuple[int, int, int]]:
         parts = []
-        room = MAX_ROWS
+        room = forward.max_batch_tokens
         for index in range(num_rows):
             count = min(rng.randint(1, MAX_WIDTH), checked, room - (num_rows - index - 1))
             first = rng.randint(0, checked - count)
@@ -75,7 +79,7 @@ def _prove(
             room -= count
         return parts
 
-    most = min(max_num_seqs, MAX_ROWS)
+    most = min(max_num_seqs, forward.max_batch_tokens)
     for number in range(len(rows.rows)):
         if problem := differs([(number, 0, min(MAX_WIDTH, checked))]):
             return problem
@@ -96,15 +100,20 @@ def _prove(
 def _prefill_differs(forward: ModelForward, rows: ProbeRows, rng: random.Random) -> str | None:
     """Compare one prefill chunk with smaller ones, and its end with decoding."""
     row, length = rows.prompt_row, len(rows.prompt)
-    whole = rows.run([(row, 0, length)])
+    kept: Sequence[int] = range(length)
+    if length > MAX_ROWS:  # logits of some tokens: all of them would fill gigabytes
+        kept = sorted({*rng.sample(kept, MAX_ROWS), 0, length - 2, length - 1})
+    whole = rows.run([(row, 0, length)], keep=list(kept))
     cuts = sorted({0, length // 3, length // 2 + 1, max(0, length - 2), max(0, length - 1), length})
     cuts[1:1] = [rng.randint(1, max(1, cuts[1] - 1))] if len(cuts) > 2 else []
     cuts = sorted(set(cuts))
     for first, stop in itertools.pairwise(cuts):
         batch = [(row, first, stop - first)]
-        mine = rows.run(batch)
-        if not torch.equal(mine, whole[first:stop]):
-            token = int((mine != whole[first:stop]).any(1).nonzero()[0])
+        low, high = bisect_left(kept, first), bisect_left(kept, stop)
+        mine = rows.run(batch, keep=[token - first for token in kept[low:high]])
+        if not torch.equal(mine, whole[low:high]):
+            differing = int((mine != whole[low:high]).any(1).nonzero()[0])
+            token = kept[low + differing] - first
             place = _first_difference(
                 forward,
                 rows,
@@ -145,12 +154,15 @@ Traced = tuple[str, str, torch.Tensor | None, torch.Tensor | None]
 
 
 def _trace(forward: ModelForward, rows: ProbeRows, batch: list[Part], token: int) -> list[Traced]:
-    """(name, class, input row, output row) of every leaf module called, in order."""
+    """(name, class, input row, output row) of every leaf module called, in order.
+
+    A forward may be padded beyond its tokens.
+    """
     calls: list[Traced] = []
     total = max(2, sum(count for _, _, count in batch))
 
     def row_of(value: Any) -> torch.Tensor | None:
-        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] == total:
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1] >= total:
             return value[0, token].clone()
         return None
 

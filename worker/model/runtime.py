@@ -1,4 +1,4 @@
-"""State beside a model's modules, found by name: its KV cache, its plan, its packed weights.
+"""State beside a model's modules, found by name: its KV cache, its plan, its weights.
 
 Compiled graphs call our operators with that name as a constant, so a graph holds no weights
 and none of the pool, and packed weights may be dropped and rebuilt under it.
@@ -15,6 +15,8 @@ from worker.model.plan import Plan
 from worker.model.pool import KVCache
 
 if TYPE_CHECKING:
+    from worker.gpu.gemm_choice import GemmTable
+    from worker.gpu.paged import PagedAttention
     from worker.model.native import NativeAttention
 
 
@@ -27,9 +29,12 @@ class Runtime:
 
     name: str
     exact: bool
+    kernels: bool = False  # whether operators run the kernels of a GPU, `gemms` and `paged`
     cache: KVCache | None = None
     plan: Plan | None = None
     native: NativeAttention | None = None  # the compiled build's attention; it plans for itself
+    gemms: GemmTable | None = None
+    paged: PagedAttention | None = None
     shapes: set[tuple[int, int, int]] = field(default_factory=set)  # seen without a cache
     weights: list[Weight] = field(default_factory=list)
 
@@ -47,13 +52,13 @@ class Weight:
 _RUNTIMES: dict[str, Runtime] = {}
 
 
-def new_runtime(role: str, *, exact: bool) -> Runtime:
+def new_runtime(role: str, *, exact: bool, kernels: bool = False) -> Runtime:
     """Register a runtime; the name is `role` unless another model lives under it."""
     name, number = role, 1
     while name in _RUNTIMES:
         number += 1
         name = f"{role}-{number}"
-    _RUNTIMES[name] = Runtime(name=name, exact=exact)
+    _RUNTIMES[name] = Runtime(name=name, exact=exact, kernels=kernels)
     return _RUNTIMES[name]
 
 

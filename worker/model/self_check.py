@@ -20,11 +20,12 @@ from transformers import AutoModelForCausalLM
 from nightjar.errors import ModelRefused
 from worker.model.attention import ATTENTION
 from worker.model.batch import Batch
+from worker.model.device import CPU, Placement
 from worker.model.forward import ModelForward
 from worker.model.linear import pack, replace_linears
 from worker.model.loading import attach, load_model, quiet
 from worker.model.pool import KVCache, KVGeometry
-from worker.model.runtime import new_runtime, release_runtime
+from worker.model.runtime import Runtime, new_runtime, release_runtime
 
 TOLERANCE = 1e-5  # of the largest logit
 CHECK_WINDOW = 8  # windows are cut to it, so that short prompts reach beyond them
@@ -54,21 +55,25 @@ class Finding(NamedTuple):
         )
 
 
-def check_architecture(folder: Path, config: Any) -> Finding:
-    """Compare the paged forward with the model's own.
+def check_architecture(
+    folder: Path, config: Any, placement: Placement = CPU, load_format: str = "safetensors"
+) -> Finding:
+    """Compare the paged forward with the model's own, where it will run.
 
     Raises:
         ModelRefused: It differs, does not run, or some layers do not reach our attention.
     """
     small = _few_layers(config)
-    model = load_model(folder, small, torch.float32)
+    model = load_model(
+        folder, small, torch.float32, device=placement.device, load_format=load_format
+    )
     try:
         rows = _rows(small)
         expected = _own_forward(model, rows)
         count = small.get_text_config().num_hidden_layers
         shape = Finding(count, *_head_shape(model, rows[0]), merge=True)
         for merge in (True, False):
-            problem = _compare(copy.deepcopy(model), shape, rows, expected, merge=merge)
+            problem = _compare(copy.deepcopy(model), shape, rows, expected, placement, merge=merge)
             if problem is None:
                 whole = config.get_text_config().num_hidden_layers
                 return shape._replace(num_layers=whole, merge=merge)
@@ -84,6 +89,8 @@ def free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _few_layers(config: Any) -> Any:
@@ -132,7 +139,7 @@ def _own_forward(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     with quiet(), torch.inference_mode():
         try:
             model.set_attn_implementation("eager")
-            logits = [model(input_ids=torch.tensor([row]), use_cache=False).logits for row in rows]
+            logits = [model(input_ids=_ids(model, row), use_cache=False).logits for row in rows]
             model.set_attn_implementation(ATTENTION)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise ModelRefused(
@@ -141,13 +148,17 @@ def _own_forward(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     return [row[0] for row in logits]
 
 
+def _ids(model: Any, row: list[int]) -> torch.Tensor:
+    return torch.tensor([row], device=model.device)
+
+
 def _head_shape(model: Any, row: list[int]) -> tuple[int, int, int]:
     """(num_heads, num_kv_heads, head_dim) that reach our attention."""
     runtime = new_runtime("self-check", exact=True)
     attach(model, runtime.name)
     with quiet(), torch.inference_mode():
         try:
-            model(input_ids=torch.tensor([row]), use_cache=False)
+            model(input_ids=_ids(model, row), use_cache=False)
         except (*_FAILURES, ModelRefused) as error:
             raise ModelRefused(f"{model.config.model_type}: {error}") from error
         finally:
@@ -163,11 +174,12 @@ def _compare(
     shape: Finding,
     rows: list[list[int]],
     expected: list[torch.Tensor],
+    placement: Placement,
     *,
     merge: bool,
 ) -> str | None:
     """Run the rows chunked and batched; None if all is right, else what is not."""
-    runtime = new_runtime("self-check", exact=True)
+    runtime = new_runtime("self-check", exact=True, kernels=placement.kernels)
     try:
         attach(model, runtime.name)
         replace_linears(model, runtime, merge=merge)
@@ -175,17 +187,19 @@ def _compare(
         geometry = shape.geometry(_BLOCK_SIZE, torch.float32)
         per_row = -(-max(_LENGTHS) // _BLOCK_SIZE)
         num_blocks = len(rows) * per_row
-        memory = torch.empty(num_blocks * geometry.block_bytes, dtype=torch.uint8)
+        memory = torch.empty(
+            num_blocks * geometry.block_bytes, dtype=torch.uint8, device=placement.device
+        )
         memory.view(torch.float32).fill_(float("nan"))
         runtime.cache = KVCache(memory, geometry, num_blocks)
         size = expected[0].shape[1]
-        forward = ModelForward(model, runtime, vocab_size=size, max_model_len=max(_LENGTHS))
+        forward = _forward(model, runtime, size, placement)
         tables = [list(range(i * per_row, (i + 1) * per_row)) for i in range(len(rows))]
         seen: list[list[torch.Tensor]] = [[] for _ in rows]
         layers = set(range(geometry.num_layers))
         for chunk in _schedule(rows, tables):
             with quiet():
-                logits = forward.run(chunk.batch)
+                logits = forward.compute(chunk.batch)
             if reached := layers - forward.last_layers:
                 return f"{len(reached)} of {len(layers)} layers bypass the paged attention"
             for row, part in zip(chunk.rows, torch.split(logits, chunk.counts), strict=True):
@@ -204,6 +218,27 @@ def _compare(
     if worst <= TOLERANCE:  # False for NaN too
         return None
     return f"the paged forward differs from its own by {worst:.1e} of the largest logit"
+
+
+def _forward(
+    model: nn.Module, runtime: Runtime, vocab_size: int, placement: Placement
+) -> ModelForward:
+    length = max(_LENGTHS)
+    if not placement.kernels:
+        return ModelForward(model, runtime, vocab_size=vocab_size, max_model_len=length)
+    from worker.gpu.buckets import Buckets
+    from worker.gpu.forward import DeviceForward
+    from worker.gpu.gemm_choice import default_table
+
+    rows = len(_LENGTHS)
+    forward = DeviceForward(model, runtime, vocab_size=vocab_size, max_model_len=length)
+    buckets = Buckets.of(
+        max_num_seqs=rows, max_gamma=8, max_num_batched_tokens=32, max_catchup_tokens=32
+    )
+    width = -(-length // _BLOCK_SIZE)
+    forward.allocate(placement, buckets, max_rows=rows, table_width=width)
+    runtime.gemms = default_table()
+    return forward
 
 
 class _Chunk:

@@ -1,0 +1,74 @@
+"""Attention of one model's forwards on a device: the kernels, and the inputs they now read."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.gpu.buckets import Buckets
+from worker.kernels.attention import LayerRule, paged_attention, partial_floats, programs_per_tile
+from worker.kernels.attention_inputs import AttentionInputs, num_parts
+from worker.model.pool import KVCache, KVGeometry
+
+_MOST_PARTIALS = 1 << 26  # floats; forwards that would need more do not split, to the same bits
+
+
+class PagedAttention:
+    """What `nightjar::attention` calls where kernels run."""
+
+    def __init__(self, geometry: KVGeometry, num_sms: int) -> None:
+        """Attend over caches of `geometry`, on `num_sms` multiprocessors."""
+        self.geometry, self.num_sms = geometry, num_sms
+        self.inputs: AttentionInputs | None = None
+        self.reached: set[int] = set()  # layers that attended since it was last emptied
+
+    def partial_floats(self, buckets: Buckets, *, max_rows: int, table_width: int) -> int:
+        """Scratch for every forward that is worth splitting, in floats."""
+        geometry = self.geometry
+        parts = num_parts(table_width, geometry.block_size)
+        sizes = [
+            size
+            for size in (2, *buckets.products)
+            if programs_per_tile(
+                capacity=min(size, max_rows),
+                num_kv_heads=geometry.num_kv_heads,
+                num_parts=parts,
+                num_sms=self.num_sms,
+            )
+            > 1
+        ]
+        needed = [
+            partial_floats(
+                max_tokens=size,
+                num_heads=geometry.num_heads,
+                head_dim=geometry.head_dim,
+                num_parts=parts,
+            )
+            for size in sizes
+        ]
+        return max((floats for floats in needed if floats <= _MOST_PARTIALS), default=1)
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int,
+        softcap: float,
+    ) -> torch.Tensor:
+        """Write the tokens' KV, then attend; shapes as in `attention.attend`."""
+        assert self.inputs is not None
+        self.reached.add(layer)
+        return paged_attention(
+            query,
+            key,
+            value,
+            cache.strips[layer],
+            self.inputs,
+            LayerRule(scaling=scaling, window=window, softcap=softcap),
+            geometry=self.geometry,
+            num_sms=self.num_sms,
+        )
