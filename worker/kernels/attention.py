@@ -23,8 +23,10 @@ from worker.model.pool import KVGeometry
 MAX_HEAD_DIM = 256
 NO_WINDOW = 1 << 30  # more keys than any context has
 _LOG2_E = math.log2(math.e)
-_QUERY_BYTES = 128 * 128 * 2  # of one program; more would not leave room for keys and sums
-_SHARED_BYTES = 208 * 1024  # of an H200's 227 KiB, for queries, weights, keys and values
+_SHARED_BYTES = 224 * 1024  # of a multiprocessor, for programs' queries, keys and values
+_QUERY_BYTES = 128 * 128 * 2  # of one program, so that its sums fit its registers
+_AHEAD = 2  # tiles under way beside the one in use, as far as they fit
+_AHEAD_ALONE = 3  # where nothing else runs on the multiprocessor meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +70,30 @@ def programs_per_tile(*, capacity: int, num_kv_heads: int, num_parts: int, num_s
     return min(num_parts, -(-4 * num_sms // programs))
 
 
-def shape_of(*, height: int, group: int, head_dim: int, itemsize: int, split: bool) -> Shape:
-    """Choose a list's cut: at most 128 rows, and keys ahead as shared memory holds them."""
+def shape_of(
+    *, height: int, group: int, head_dim: int, itemsize: int, split: bool, alone: bool
+) -> Shape:
+    """Choose a list's cut: at most 128 rows, and tiles ahead as shared memory holds them.
+
+    Args:
+        height: Of the list's tiles.
+        group: Heads of a KV head.
+        head_dim: Of the model.
+        itemsize: Bytes of a value; products of 4-byte values take no tensor cores.
+        split: Whether sums are stored, which takes shared memory too.
+        alone: Whether no multiprocessor gets a second program.
+    """
     dim_pad = triton.next_power_of_2(max(16, head_dim))
-    most_rows = min(128, max(16, _QUERY_BYTES // (dim_pad * itemsize)))
+    most_rows = 16 if itemsize == 4 else min(128, _QUERY_BYTES // (dim_pad * itemsize))
     heads = min(triton.next_power_of_2(group), max(1, most_rows // height))
     rows = max(16, triton.next_power_of_2(height) * heads)
-    free = _SHARED_BYTES - rows * (dim_pad + TILE) * itemsize
-    stages = max(1, min(4 if split else 3, free // (2 * TILE * dim_pad * itemsize)))
-    return Shape(heads, rows, 8 if rows * dim_pad >= 128 * 128 else 4, stages)
+    warps = 8 if rows >= 128 or dim_pad >= 256 else 4
+    room = _SHARED_BYTES if alone or warps == 8 or (split and rows >= 64) else _SHARED_BYTES // 2
+    room -= rows * (dim_pad + TILE) * itemsize + split * rows * dim_pad * 4
+    tiles = room // (2 * TILE * dim_pad * itemsize)  # the one in use and those ahead
+    ahead = max(0, min(_AHEAD_ALONE if alone else _AHEAD, tiles - 1))
+    # A tile's table entries are loaded as far ahead of its keys as these of their use.
+    return Shape(heads, rows, warps, 2 * ahead + 1)
 
 
 def paged_attention(
@@ -157,6 +174,7 @@ def _attend(
         head_dim=head_dim,
         itemsize=geometry.dtype.itemsize,
         split=split,
+        alone=split and programs * tiles.capacity * kv_heads <= num_sms,
     )
     dim_pad = triton.next_power_of_2(max(16, head_dim))
     window = rule.window or NO_WINDOW

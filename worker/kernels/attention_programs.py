@@ -73,12 +73,12 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     kv_head, head_slice = tl.program_id(1) // SLICES, tl.program_id(1) % SLICES
     count = tl.load(num_queries + tile)
     position = tl.load(first_positions + tile)
+    row, first_token = tl.load(rows + tile), tl.load(first_tokens + tile)
     end = position + count
     start = tl.maximum(position + 1 - window, 0)  # keys before it are seen by no query
     part = start // PART + share
     if (count == 0) | (part * PART >= end):
         return
-    row, first_token = tl.load(rows + tile), tl.load(first_tokens + tile)
 
     # This program's tiles, numbered through its parts: part, part + step, and so on.
     owned = ((end - 1) // PART - part) // step
@@ -227,10 +227,11 @@ def join_kernel(  # type: ignore[no-untyped-def]
 ):
     """Grid (tiles, queries of a tile, KV heads): joins parts that programs have stored."""
     tile, index, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if index >= tl.load(num_queries + tile):
-        return
-    token = (tl.load(first_tokens + tile) + index).to(tl.int64)
+    count = tl.load(num_queries + tile)
     position = tl.load(first_positions + tile) + index
+    token = (tl.load(first_tokens + tile) + index).to(tl.int64)
+    if index >= count:
+        return
     first, last = tl.maximum(position + 1 - window, 0) // PART, position // PART
     slots, dims = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     in_group = slots < GROUP

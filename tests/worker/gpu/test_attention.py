@@ -7,7 +7,7 @@ import torch
 from attention_case import LAYER, NAN, check, make_case, make_geometry, random_row
 
 from nightjar.errors import ModelRefused
-from worker.kernels.attention import LayerRule, programs_per_tile, shape_of
+from worker.kernels.attention import LayerRule, Shape, programs_per_tile, shape_of
 from worker.kernels.kv_write import write_kv
 from worker.model.pool import KVCache
 
@@ -129,14 +129,26 @@ def test_splitting_rule() -> None:
 
 def test_cut_rule() -> None:
     """A program has 16 to 128 rows, the fewer the wider its keys, and room for them."""
-    plain = shape_of(height=16, group=7, head_dim=128, itemsize=2, split=False)
-    assert plain == (8, 128, 8, 3)
-    assert shape_of(height=2, group=7, head_dim=128, itemsize=2, split=True) == (8, 16, 4, 4)
-    assert shape_of(height=2, group=1, head_dim=64, itemsize=2, split=False)[:2] == (1, 16)
-    assert shape_of(height=16, group=24, head_dim=64, itemsize=2, split=False)[:2] == (8, 128)
-    wide = shape_of(height=16, group=4, head_dim=256, itemsize=4, split=True)
-    assert wide.rows == 32
-    assert wide.stages == 1
+
+    def cut(height: int, group: int, head_dim: int, itemsize: int = 2) -> Shape:
+        return shape_of(
+            height=height,
+            group=group,
+            head_dim=head_dim,
+            itemsize=itemsize,
+            split=False,
+            alone=False,
+        )
+
+    assert cut(16, 7, 128) == (8, 128, 8, 5)
+    assert cut(8, 7, 128) == (8, 64, 4, 3)
+    assert cut(2, 7, 128) == (8, 16, 4, 5)
+    assert cut(2, 1, 64) == (1, 16, 4, 5)
+    assert cut(16, 24, 64) == (8, 128, 8, 5)
+    assert cut(16, 4, 256) == (4, 64, 8, 3)
+    assert cut(16, 4, 256, 4) == (1, 16, 8, 1)
+    alone = shape_of(height=2, group=7, head_dim=128, itemsize=2, split=True, alone=True)
+    assert alone == (8, 16, 4, 7)
 
 
 def test_refusals() -> None:
