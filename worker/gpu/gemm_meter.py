@@ -44,6 +44,7 @@ class CudaMeter:
         # Graphs come and go; one that stays keeps the pool of their memory in use.
         with torch.cuda.stream(self._stream):
             scratch = torch.zeros(1, device=device)
+            scratch.add_(1)
             self._stream.synchronize()
             self._keeper = torch.cuda.CUDAGraph()
             self._keeper.capture_begin(capture_error_mode=_MODE)

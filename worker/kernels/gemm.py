@@ -263,7 +263,7 @@ def _plan(
             num_rows,
             num_outputs,
             num_inputs,
-            x.stride(0),
+            x.stride(0) if num_rows > 1 else num_inputs,  # one row's may be anything
             split_size(num_inputs, splits),
         ),
         options={

@@ -31,10 +31,10 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """New tensors hold NaN until a kernel writes them."""
-    plain = torch.Tensor.new_empty
+    plain: Callable[..., torch.Tensor] = torch.Tensor.new_empty
 
-    def new_empty(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        made = plain(self, *args, **kwargs)  # type: ignore[arg-type]
+    def new_empty(*args: object, **kwargs: object) -> torch.Tensor:
+        made = plain(*args, **kwargs)
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
