@@ -27,7 +27,7 @@ from worker.kernels.sampling_cut import (
 from worker.messages import SamplingParams
 from worker.sampling import UNUSABLE, sample
 
-_PROGRAMS = 1024  # about what the device holds at once; each takes every n-th chunk of its row
+_PROGRAMS = 2048  # about what an H200 holds at once; each takes every n-th chunk of its row
 _UNUSABLE = tl.constexpr(UNUSABLE)
 _CHUNK = tl.constexpr(CHUNK)
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -118,7 +118,14 @@ def sample_rows(
         NUM_CHUNKS=num_chunks,
     )
     cut.collect[grid](
-        *logits_and_stride, *rows, inputs.top_p, scratch.maxima, *found, vocab_size, **sizes
+        *logits_and_stride,
+        *rows,
+        inputs.top_p,
+        scratch.maxima,
+        *found,
+        vocab_size,
+        MARGIN=cut.MARGIN,
+        **sizes,
     )
     cut.find[(num_kept,)](
         *logits_and_stride,

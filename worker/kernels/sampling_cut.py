@@ -18,7 +18,7 @@ _CHUNK = tl.constexpr(CHUNK)
 _CAPACITY = tl.constexpr(CAPACITY)
 # Candidates are the tokens down to this far below the mean of the chunks' maxima: some hundreds
 # or thousands of the likeliest, however flat the row. The cut is the same wherever they end.
-_MARGIN = tl.constexpr(3.0)
+MARGIN = 3.0
 _TILE = tl.constexpr(4096)
 _NO_KEY = tl.constexpr(0x7F800000)  # infinity's, whose weight is 0; above every cut
 # Weights are added as multiples of 2**-44, in any order: 2**18 of them do not overflow.
@@ -72,6 +72,7 @@ def collect(  # type: ignore[no-untyped-def]
     vocab_size,
     NUM_CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
+    MARGIN: tl.constexpr,
 ):
     """Gather the keys of a searched row's candidates, their number, and the sum of all weights.
 
@@ -90,7 +91,7 @@ def collect(  # type: ignore[no-untyped-def]
         usable = maximum > float("-inf")
         z = tl.where(usable, (maximum - top) * scale, 0.0)
         mean = tl.sum(z, 0) / tl.sum(usable.to(tl.float32), 0)
-        window = tl.minimum(-mean + _MARGIN, _REACH).to(tl.int32, bitcast=True)
+        window = tl.minimum(-mean + MARGIN, _REACH).to(tl.int32, bitcast=True)
         source = logits + k.to(tl.int64) * stride
         into = candidates + k.to(tl.int64) * _CAPACITY
         mass = tl.zeros((_CHUNK,), tl.int64)
