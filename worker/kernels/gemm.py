@@ -27,8 +27,8 @@ _REDUCE_BLOCK = 512
 _NUM_COUNTERS = 1 << 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Who adds the splits' sums, always from split 0 upwards:
-_REDUCE, _LAST, _SERIAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Who adds the splits' sums, always from split 0 upwards.
+_LAST, _SERIAL = tl.constexpr(1), tl.constexpr(2)
 _JOINS: dict[Join, int] = {"reduce": 0, "last": 1, "serial": 2}
 
 
@@ -99,16 +99,18 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,  # for the interpreter, whose dot takes bfloat16's bits for integers
     GROUP_M: tl.constexpr,
 ):
-    tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    tiles_n = tl.cdiv(num_outputs, BLOCK_N)
-    tile = tl.program_id(0) % (tiles_m * tiles_n)
-    split = tl.program_id(0) // (tiles_m * tiles_n)
-    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
-    height = tl.minimum(tiles_m - first_m, GROUP_M)
-    in_group = tile % (GROUP_M * tiles_n)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    tile_m, tile_n = tile * 0, tile
+    if num_rows > BLOCK_M:  # few rows are spared the divisions
+        tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_outputs, BLOCK_N)
+        first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+        height = tl.minimum(tiles_m - first_m, GROUP_M)
+        in_group = tile % (GROUP_M * tiles_n)
+        tile_m = first_m + in_group % height
+        tile_n = in_group // height
 
-    rows = ((first_m + in_group % height) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    columns = (in_group // height * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inputs = tl.arange(0, BLOCK_K)
     row_mask = rows < num_rows
     column_mask = columns[None, :] < num_outputs
@@ -224,7 +226,7 @@ _COUNTERS: dict[torch.device, torch.Tensor] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    grid: tuple[int]
+    grid: tuple[int, int]
     arguments: tuple[Any, ...]
     options: dict[str, int]
     sums: torch.Tensor | None  # for the reduce kernel
@@ -253,7 +255,7 @@ def _plan(
     in_memory = splits > 1 and join != "serial"
     sums = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if in_memory else out
     return _Plan(
-        grid=(tiles * (splits if in_memory else 1),),
+        grid=(tiles, splits if in_memory else 1),
         arguments=(
             x,
             weight,
