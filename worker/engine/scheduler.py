@@ -64,23 +64,18 @@ class Scheduler(Rows):
     def _add_decode_rows(self, plan: Plan) -> None:
         """Every decode row that has room for its last token, found at the youngest's cost."""
         for sequence in list(self.running):
-            if not sequence.will_decode or sequence.will_end:
+            if sequence.flight is None:
+                if sequence.phase != "decode":
+                    continue
+                first, bound = sequence.num_computed_tokens, len(sequence.token_ids)
+            elif sequence.will_decode and not sequence.will_end:
+                first, bound = -1, sequence.bound
+            else:
                 continue
-            bound = sequence.bound
             if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, bound, plan):
-                first = sequence.num_computed_tokens if sequence.flight is None else -1
-                plan.rows.append(
-                    PlannedRow(
-                        sequence,
-                        sequence.epoch,
-                        1,
-                        True,
-                        True,
-                        first=first,
-                        bound=bound,
-                        slot=sequence.slot,
-                    )
-                )
+                row = PlannedRow(sequence, sequence.epoch, 1, True, True)
+                row.first, row.bound, row.slot = first, bound, sequence.slot
+                plan.rows.append(row)
         plan.num_decode_rows = len(plan.rows)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
@@ -119,18 +114,9 @@ class Scheduler(Rows):
     def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         first, end = sequence.will_have_computed, sequence.num_prefill_tokens
         num_tokens = min(end - first, budget)
-        plan.rows.append(
-            PlannedRow(
-                sequence,
-                sequence.epoch,
-                num_tokens,
-                first + num_tokens == end,
-                False,
-                first=first,
-                bound=end,
-                slot=sequence.slot,
-            )
-        )
+        row = PlannedRow(sequence, sequence.epoch, num_tokens, first + num_tokens == end, False)
+        row.first, row.bound, row.slot = first, end, sequence.slot
+        plan.rows.append(row)
         return num_tokens
 
     def _admit(self, sequence: Sequence) -> bool:

@@ -193,25 +193,35 @@ def test_a_draft_is_caught_up_while_steps_overlap(
 
 @pytest.mark.parametrize("moment", [1, 2, 4, 5, 7, 8, 10, 11, 13])
 def test_a_failed_draft_in_flight_is_not_trusted_again(moment: int) -> None:
-    """What it filled, and what the step launched after it fills, never counts as filled."""
+    """What it filled, and what steps launched before that was known fill, never counts.
+
+    Another row shares its first block: it too drafts again only once it is caught up.
+    """
     target, draft = fakes("target")
     assert draft is not None
     text = prompt(random.Random(3), 20)
     expected = oracle(target, text, params(max_tokens=30))[0]
     draft.poisoned_prefixes.add(tuple(text + expected[:moment]))
-    rig = Rig(target, draft, gamma=2, depth=1)
+    rig = Rig(target, draft, gamma=2, depth=1, max_catchup_tokens=100)
+    rig.submit(9, text, params(max_tokens=1))
+    rig.run()
     rig.submit(0, text, params(max_tokens=30))
-    # The same prompt: it shares the blocks that are forgotten, and is not broken itself.
     rig.submit(1, [*text, 3], params(max_tokens=30))
-    sequence = None
+    sequence, num_planned = None, 0
     while rig.scheduler.has_work:
         rig.step()
+        if sequence is None:
+            num_planned = len(rows_of(rig, 1)) + len(rig.flights)
         for running in rig.scheduler.running:
             if running.request_id == 0 and running.draft_broken:
                 sequence = running
-                assert rig.scheduler.drafting.num_draft_computed(running) == 0
+                assert rig.scheduler.drafting.num_draft_computed(running) in (0, 16)
     assert sequence is not None
     assert rig.tokens(0) == expected
+    assert (rig.end(0).usage.num_cached_tokens, rig.end(1).usage.num_cached_tokens) == (16, 16)
+    later = [row for row in rows_of(rig, 1)[num_planned:] if row.gamma or row.num_catch_up]
+    assert later
+    assert later[0].num_catch_up == later[0].bound - 1 - later[0].draft_start > 2
     assert rig.tokens(1) == oracle(target, [*text, 3], params(max_tokens=30))[0]
     draft.poisoned_prefixes.clear()
     rig.submit(2, text, params(max_tokens=30))
