@@ -15,12 +15,13 @@ from worker.gpu.gemm_meter import Product
 from worker.kernels.gemm import fixed_order_matmul, num_splits, reference_matmul, split_size
 from worker.kernels.gemm_tiles import Join, Tile, candidates
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal values on the CPU."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """Normal values on the device that kernels run on."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -300,6 +301,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     assert len(table.describe()) == 2
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels run on the GPU here")
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     """Tensors of a CPU run the first candidate, and no file is written."""
     table = choose_gemms([WEIGHT], [2], cache=tmp_path, progress=print, key="a")
