@@ -96,7 +96,8 @@ def opened(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
             "num_gpu_blocks_override": options.kv_tokens // BLOCK_SIZE,
         }
         environ = {
-            **environment(str(options.vllm_site), FOLDERS[1]),
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(options.vllm_site), FOLDERS[1]]),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",

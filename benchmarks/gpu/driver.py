@@ -128,7 +128,7 @@ class Driver:
         Raises:
             JobFailed: The engine never reached such steps, or cannot pretend an acceptance.
         """
-        self._pretend(None if acceptance is None else (acceptance,) * gamma)
+        self._pretend(acceptance)
         self.retired.clear()
         for seed, ids in enumerate(asked):
             room = self.engine.max_model_len - len(ids)
@@ -245,12 +245,12 @@ class Driver:
             self._turn()
         self._turn()  # a step in flight retires
 
-    def _pretend(self, chances: tuple[float, ...] | None) -> None:
+    def _pretend(self, chance: float | None) -> None:
         """Accept drafts at random, in a benchmark alone; None goes back to comparing them."""
         runner = self.engine.runner
         if hasattr(runner, "synthetic_acceptance"):
-            runner.synthetic_acceptance = chances
-        elif chances is not None:
+            runner.synthetic_acceptance = chance
+        elif chance is not None:
             raise JobFailed("this engine's runner has no synthetic_acceptance")
 
 
