@@ -162,7 +162,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     add("--tiny", action="store_true", help="a tiny model on the CPU, everything small")
     add("--sections", type=_names, default=names, help=f"of {','.join(names)}")
     add(
-        "--arms", type=_names, help=f"of {','.join((*PEERS, *NIGHTJAR))}; default: all that can run"
+        "--arms",
+        type=_names,
+        help=f"of {','.join((*PEERS, *NIGHTJAR, PAIR))}; default: all that can run",
     )
     add("--vllm-site", help="folder of vLLM's packages; without it vLLM is left out")
     add("--trace", type=Path, help="an Azure LLM inference trace, for openloop")

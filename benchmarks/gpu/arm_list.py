@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,5 +125,7 @@ def opened(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
 
 
 def has_gpu() -> bool:
-    """Whether a CUDA device is there, without loading torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    """Whether a CUDA device seems to be there, without loading torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
