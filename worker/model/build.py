@@ -14,7 +14,7 @@ from torch import nn
 from memory_agent.layout import ArenaLayout
 from nightjar.errors import ConfigError, ModelRefused
 from worker.config import WorkerConfig, resolved
-from worker.messages import PoolInfo
+from worker.messages import PoolInfo, ProductChoice
 from worker.model import device
 from worker.model.compiled import build_key, compile_forward, is_built, mark_built
 from worker.model.device import Placement
@@ -65,6 +65,12 @@ class Models:
     draft_identity: str  # "" without a draft
     eos_token_ids: tuple[int, ...]
     arena: Arena
+
+    @property
+    def products(self) -> tuple[ProductChoice, ...]:
+        """Which kernels multiply by the target's and the draft's weights; none on a CPU."""
+        tables = [f.runtime.gemms for f in (self.target, self.draft) if f is not None]
+        return tuple(choice for table in tables if table is not None for choice in table.describe())
 
     def close(self) -> None:
         """Unlink the shared files and forget the models; twice does no harm."""
@@ -243,7 +249,7 @@ def _sizes(config: WorkerConfig, model_config: Any, dtype: torch.dtype) -> tuple
     from worker.gpu.placing import buckets_of
 
     buckets = buckets_of(config)
-    most = {"max_tokens": buckets.max_tokens, "max_kept": buckets.decode[-1]}
+    most = {"max_tokens": buckets.max_tokens, "max_kept": buckets.max_tokens}
     return buckets, workspace_bytes(model_config, dtype, **most)
 
 

@@ -25,6 +25,7 @@ from worker.model import native
 from worker.model.batch import Batch
 from worker.model.device import CPU, Placement, device_kind
 from worker.model.forward import ModelForward, Step
+from worker.model.loading import quiet
 
 _MARKER = "complete.json"
 # Tokens and kept tokens of the traced call: unequal, so that both are free.
@@ -91,7 +92,7 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: b
     forward.pad_always = True
     step = torch.compile(_own_code(forward), fullgraph=True)
     floats_stay = torch._dynamo.config.patch(specialize_float=True)  # else all is traced twice
-    with _inductor_cache(folder), floats_stay:
+    with _inductor_cache(folder), floats_stay, quiet():
         try:
             _trace(forward, _marked(step))
         except Exception as error:

@@ -28,11 +28,20 @@ class Placement:
     kernels: bool
 
     @property
+    def name(self) -> str:
+        """Name of the device, for example "cpu" or "NVIDIA H200"."""
+        return str(torch.cuda.get_device_name(self.device)) if self._is_gpu else "cpu"
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def num_processors(self) -> int:
         """Streaming multiprocessors, that kernels are spread over."""
-        if self.device.type != "cuda":
+        if not self._is_gpu:
             return 1
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
 
 CPU = Placement(torch.device("cpu"), kernels=False)

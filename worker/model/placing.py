@@ -18,7 +18,7 @@ from worker.model.pool import Arena, KVCache, KVGeometry, image_size, move_into
 from worker.model.self_check import free_memory
 
 _GRAPHS_BYTES = 1 << 30  # of captured graphs, compiled kernels and torch's own
-_KEPT_BYTES = 12  # of one logit: in the model's dtype, in float32, and what sampling keeps
+_KEPT_BYTES = 8  # of one logit: in the model's dtype, in float32, and what is made of it
 
 
 def layout_of(

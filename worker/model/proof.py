@@ -102,7 +102,8 @@ def _prefill_differs(forward: ModelForward, rows: ProbeRows, rng: random.Random)
     row, length = rows.prompt_row, len(rows.prompt)
     kept: Sequence[int] = range(length)
     if length > MAX_ROWS:  # logits of some tokens: all of them would fill gigabytes
-        kept = sorted({*rng.sample(kept, MAX_ROWS), 0, length - 2, length - 1})
+        ends = {0, length - 2, length - 1}
+        kept = sorted({*rng.sample(kept, MAX_ROWS - len(ends)), *ends})
     whole = rows.run([(row, 0, length)], keep=list(kept))
     cuts = sorted({0, length // 3, length // 2 + 1, max(0, length - 2), max(0, length - 1), length})
     cuts[1:1] = [rng.randint(1, max(1, cuts[1] - 1))] if len(cuts) > 2 else []
