@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from memory_agent.arena import is_written_elsewhere
-from worker.config import WorkerConfig
+from worker.config import WorkerConfig, resolved
 from worker.engine.block_manager import BlockManager
 from worker.engine.drafting import Drafting
 from worker.engine.elastic import ElasticMemory
 from worker.engine.engine import Channel, Engine
 from worker.engine.limits import max_model_len
 from worker.engine.links import Clock, CpuMeter, Memory, Planner
-from worker.engine.runner import Runner
+from worker.engine.runner import Runner, StepRunner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import StopDetector
 from worker.sampling import sample
 from worker.speculative.draft_model import DraftModelProposer
 from worker.speculative.ngram import NgramProposer
-from worker.speculative.proposer import Proposer
+from worker.speculative.proposer import Capabilities, Proposer
 
 if TYPE_CHECKING:
     from worker.model.build import Models
@@ -53,18 +53,12 @@ def assemble(
     Raises:
         ConfigError: Lengths do not fit model and pool.
     """
+    config = resolved(config)
     layout, draft = models.layout, models.draft
     length = max_model_len(config, models.target.max_model_len, layout.num_base_blocks)
     num_ids = min(vocab_size, models.target.vocab_size)
-    proposer: Proposer | None = NgramProposer() if config.proposer == "ngram" else None
-    if draft is not None:
-        proposer = DraftModelProposer(
-            draft,
-            sample,
-            vocab_size=min(num_ids, draft.vocab_size),
-            block_size=config.block_size,
-            clock=clock,
-        )
+    make = _device_runner if models.placement.kernels else _runner
+    runner, proposer = make(config, models, num_ids, clock)
     blocks = BlockManager(
         layout.num_base_blocks,
         layout.num_extra_blocks,
@@ -93,14 +87,7 @@ def assemble(
     )
     return Engine(
         scheduler,
-        Runner(
-            models.target,
-            proposer,
-            sample,
-            vocab_size=num_ids,
-            block_size=config.block_size,
-            clock=clock,
-        ),
+        runner,
         Planner(
             planned=bool(config.planner),
             fixed_gamma=config.gamma or 0,
@@ -122,3 +109,47 @@ def assemble(
         stop_detector=stop_detector,
         clock=clock,
     )
+
+
+def _runner(
+    config: WorkerConfig, models: Models, vocab_size: int, clock: Clock
+) -> tuple[StepRunner, Proposer | None]:
+    """Steps on a CPU, and what makes their drafts."""
+    proposer: Proposer | None = NgramProposer() if config.proposer == "ngram" else None
+    if models.draft is not None:
+        proposer = DraftModelProposer(
+            models.draft,
+            sample,
+            vocab_size=min(vocab_size, models.draft.vocab_size),
+            block_size=config.block_size,
+            clock=clock,
+        )
+    size = config.block_size
+    runner = Runner(
+        models.target, proposer, sample, vocab_size=vocab_size, block_size=size, clock=clock
+    )
+    return runner, proposer
+
+
+def _device_runner(
+    config: WorkerConfig, models: Models, vocab_size: int, clock: Clock
+) -> tuple[StepRunner, Capabilities | None]:
+    """Steps where kernels run, and what makes their drafts."""
+    from worker.gpu.forward import DeviceDraftForward, DeviceForward  # only here: triton
+    from worker.gpu.runner import DeviceRunner
+
+    target, draft = models.target, models.draft
+    assert isinstance(target, DeviceForward)
+    assert draft is None or isinstance(draft, DeviceDraftForward)
+    assert models.buckets is not None
+    ngram = NgramProposer() if config.proposer == "ngram" else None
+    runner = DeviceRunner(
+        target,
+        draft,
+        ngram,
+        models.buckets,
+        max_num_seqs=config.max_num_seqs,
+        vocab_size=vocab_size,
+        clock=clock,
+    )
+    return runner, ngram or runner.drafter

@@ -114,6 +114,7 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
             stop_detector=lambda stop: Detokenizer(tokenizer, stop),
             num_threads=torch.get_num_threads(),
         )
+        engine.runner.warm(progress)
     except BaseException:
         models.close()
         raise
@@ -133,6 +134,8 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
         fingerprint=models.fingerprint,
         build=models.build,
         pool=models.pool,
+        products=models.products,
+        device_name=models.placement.name,
     )
     return models, engine, ready
 

@@ -35,6 +35,10 @@ class StepRunner(Protocol):
         """Steps that may be in flight while the next is planned: 0 or 1."""
         ...
 
+    def warm(self, progress: Callable[[str, str], None]) -> None:
+        """Do beforehand what the first steps would do; told (stage, detail) while it lasts."""
+        ...
+
     def launch(self, plan: Plan) -> Launched:
         """Start a step that has rows."""
         ...
@@ -82,6 +86,9 @@ class Runner:
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._clock = clock
+
+    def warm(self, progress: Callable[[str, str], None]) -> None:
+        """Nothing: no step is slower for being the first."""
 
     def launch(self, plan: Plan) -> Flight:
         """Run a step that has rows."""

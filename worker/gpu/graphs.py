@@ -22,7 +22,8 @@ class Graphs:
         self._replays: dict[Hashable, Callable[[], None]] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
-        self._stream = torch.cuda.Stream(device) if self._captures else None
+        stream = torch.cuda.Stream
+        self._stream = stream(device) if self._captures else None  # type: ignore[no-untyped-call]
         self.capture_s = 0.0  # spent so far
 
     def __len__(self) -> int:

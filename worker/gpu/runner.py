@@ -79,7 +79,6 @@ class DeviceRunner:
         buckets: Buckets,
         *,
         max_num_seqs: int,
-        max_model_len: int,
         vocab_size: int,
         clock: Callable[[], float],
     ) -> None:
@@ -91,7 +90,6 @@ class DeviceRunner:
             ngram: Drafts by prompt lookup, on the host: steps then run at depth zero.
             buckets: Sizes to capture.
             max_num_seqs: Rows of a batch, and slots.
-            max_model_len: Tokens of prompt and answer.
             vocab_size: Ids that the tokenizer knows: padding above is never sampled.
             clock: Seconds, monotonic.
         """
@@ -105,7 +103,7 @@ class DeviceRunner:
         state = RowState.allocate(max_num_seqs, table_width * block_size + RESULT_WIDTH, device)
         self._rows = DeviceRows(state, table_width=table_width)
         self._kernels = StepKernels(
-            state, self._stage.tables, block_size=block_size, max_position=max_model_len - 1
+            state, self._stage.tables, block_size=block_size, max_position=target.max_model_len - 1
         )
         self._choices = Choices.allocate(buckets.max_tokens, device)
         self._scratch = SampleScratch.allocate(buckets.max_tokens, vocab_size, device)
@@ -119,10 +117,10 @@ class DeviceRunner:
         self._previous: Marks | None = None
         self._random = random.Random(0)
         self.graphs = Graphs(device, self._stage.empty)
-        target.buffers.tables = self._stage.tables
+        target.use_tables(self._stage.tables)
         self.drafter: Drafter | None = None
         if draft is not None:
-            draft.buffers.tables = self._stage.tables
+            draft.use_tables(self._stage.tables)
             self.drafter = Drafter(
                 draft,
                 self._stage,

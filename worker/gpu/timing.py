@@ -28,7 +28,7 @@ class Timer:
         """Now, behind all that was launched."""
         if not self._events:
             return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -41,7 +41,8 @@ def wait(moment: float | torch.cuda.Event) -> None:
 
 def elapsed_us(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
     """Microseconds between two moments that have passed."""
-    if isinstance(start, float):
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
         assert isinstance(end, float)
         return (end - start) * 1e6
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3

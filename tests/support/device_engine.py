@@ -1,0 +1,101 @@
+"""A whole engine over built models, driven by hand: submit, run, read answers."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from worker.config import WorkerConfig
+from worker.engine.assembly import assemble
+from worker.messages import (
+    Finished,
+    SamplingParams,
+    Status,
+    StepOutput,
+    Submit,
+    ToEngine,
+    ToFront,
+)
+from worker.model.build import Models
+
+
+class ListChannel:
+    """What the engine is told and says, as lists."""
+
+    def __init__(self) -> None:
+        self.inbox: list[ToEngine] = []
+        self.outbox: list[ToFront] = []
+
+    def poll(self, timeout_s: float) -> list[ToEngine]:
+        """All that is there; waiting would be for nobody."""
+        taken, self.inbox = self.inbox, []
+        return taken
+
+    def send(self, message: ToFront) -> None:
+        """Keep all but the status."""
+        if not isinstance(message, Status):
+            self.outbox.append(message)
+
+
+@dataclass
+class Answer:
+    """What came out for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+class DeviceEngine:
+    """An engine over models that outlive it; `gamma` may be changed between steps."""
+
+    def __init__(
+        self, config: WorkerConfig, models: Models, *, vocab_size: int, eos: tuple[int, ...] = ()
+    ) -> None:
+        self.channel = ListChannel()
+        self.engine = assemble(
+            config,
+            models,
+            self.channel,
+            vocab_size=vocab_size,
+            eos_token_ids=eos,
+            stop_detector=lambda stop: None,  # type: ignore[arg-type, return-value]
+            num_threads=1,
+        )
+
+    def set_gamma(self, gamma: int) -> None:
+        """Use another gamma from the next step on."""
+        from worker.engine.decisions import Decisions
+
+        self.engine.planner._decisions = Decisions(planned=False, fixed_gamma=gamma)
+
+    def submit(self, request_id: int, prompt: list[int], sampling: SamplingParams) -> None:
+        """Queue a request."""
+        self.channel.inbox.append(
+            Submit(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+        )
+
+    def run(self, max_turns: int = 2000, *, check: bool = True) -> dict[int, Answer]:
+        """Turn until nothing is left; answers by request, of all that was said so far."""
+        for _ in range(max_turns):
+            self.engine.turn()
+            if check:
+                self.engine.scheduler.check_integrity()
+            if not self.channel.inbox and not self.engine.scheduler.has_work:
+                self.engine.turn()  # what is in flight retires
+                return self.answers()
+        raise AssertionError("requests are left")
+
+    def answers(self) -> dict[int, Answer]:
+        """What the engine said, by request."""
+        answers: dict[int, Answer] = {}
+        for message in self.channel.outbox:
+            assert isinstance(message, StepOutput)
+            token_ids, start = array("i", message.token_ids), 0
+            for request_id, count in zip(message.request_ids, message.num_tokens, strict=True):
+                answers.setdefault(request_id, Answer()).token_ids += token_ids[
+                    start : start + count
+                ]
+                start += count
+            for finished in message.finished:
+                answers.setdefault(finished.request_id, Answer()).finished = finished
+        return answers

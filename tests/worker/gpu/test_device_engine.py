@@ -1,0 +1,155 @@
+"""The whole engine on a device: graphs, draft loop, depth one; on a CPU by the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from device_engine import DeviceEngine
+from tiny import TinyModels
+
+from worker.config import WorkerConfig
+from worker.messages import SamplingParams
+from worker.model import build
+from worker.model.build import Models, build_models
+from worker.model.device import Placement
+
+VOCAB = 320
+HAS_GPU = torch.cuda.is_available()
+KERNELS = Placement(torch.device("cuda" if HAS_GPU else "cpu"), kernels=True)
+CONFIG = WorkerConfig(
+    device="cuda" if HAS_GPU else "cpu",
+    dtype="float32",
+    build="eager",
+    arithmetic="exact",
+    num_threads=1,
+    num_blocks=24,
+    max_num_seqs=4,
+    max_num_batched_tokens=48,
+    max_catchup_tokens=32,
+    max_model_len=96,
+    gamma=0,
+)
+# Tokens of nobody multiply whatever their memory holds.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def silent(stage: str, detail: str) -> None:
+    """Progress that nobody reads."""
+
+
+def built(target: Path, draft: Path | None, **changes: object) -> Models:
+    """Models over kernels; the interpreter's products prove no bits."""
+    config = dataclasses.replace(CONFIG, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU:
+            patch.setattr(build, "prove_exact", lambda *args, **kwargs: None)
+        return build_models(config, target, draft, silent, KERNELS)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: TinyModels) -> Iterator[Models]:
+    """A target without a draft."""
+    models = built(tiny.target, None, proposer="none")
+    yield models
+    models.close()
+
+
+@pytest.fixture(scope="module", params=["target", "noisy"])
+def pair(tiny: TinyModels, request: pytest.FixtureRequest) -> Iterator[Models]:
+    """The target and a draft: itself, or a noisy copy."""
+    models = built(tiny.target, getattr(tiny, request.param))
+    yield models
+    models.close()
+
+
+def requests(seed: int, count: int, max_tokens: int = 12) -> dict[int, tuple[list[int], object]]:
+    """Random prompts, greedy and sampled."""
+    rng = random.Random(seed)
+    return {
+        number: (
+            [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 7, 18, 40]))],
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.8]),
+                top_p=rng.choice([1.0, 0.9]),
+                seed=rng.getrandbits(64),
+                max_tokens=max_tokens,
+                ignore_eos=True,
+            ),
+        )
+        for number in range(count)
+    }
+
+
+def expected(plain: Models, asked: dict[int, tuple[list[int], object]]) -> dict[int, list[int]]:
+    """Answers of plain decoding, each request alone."""
+    answers = {}
+    for number, (prompt, sampling) in asked.items():
+        engine = DeviceEngine(dataclasses.replace(CONFIG, proposer="none"), plain, vocab_size=VOCAB)
+        engine.submit(number, prompt, sampling)  # type: ignore[arg-type]
+        answers[number] = engine.run()[number].token_ids
+    return answers
+
+
+def test_any_gamma_in_any_batch_gives_plain_decodings_answers(plain: Models, pair: Models) -> None:
+    """Requests that arrive together, gamma changing at every step, answer as alone."""
+    asked = requests(1, 5)
+    answers = expected(plain, asked)
+    assert all(len(tokens) == 12 for tokens in answers.values())
+    engine = DeviceEngine(CONFIG, pair, vocab_size=VOCAB)
+    rng = random.Random(2)
+    for number, (prompt, sampling) in asked.items():
+        engine.submit(number, prompt, sampling)  # type: ignore[arg-type]
+    for _ in range(400):
+        engine.set_gamma(rng.choice([0, 0, 1, 2, 3, 5]))
+        engine.engine.turn()
+        engine.engine.scheduler.check_integrity()
+        if not engine.engine.scheduler.has_work and not engine.channel.inbox:
+            break
+    found = engine.run()
+    assert {number: answer.token_ids for number, answer in found.items()} == answers
+    drafted = [answer.finished.usage.num_draft_tokens for answer in found.values()]
+    accepted = [answer.finished.usage.num_accepted_tokens for answer in found.values()]
+    assert sum(drafted) > 0
+    if pair.draft_identity == pair.target_identity:
+        assert accepted == drafted
+
+
+def test_preempted_rows_and_prefix_hits_answer_the_same(plain: Models, tiny: TinyModels) -> None:
+    """With blocks for half of what four rows need, answers are those of a request alone."""
+    models = built(tiny.target, tiny.noisy, num_blocks=7)
+    try:
+        asked = {
+            number: (
+                [*range(12), number // 2],
+                SamplingParams(temperature=0.0, seed=1, max_tokens=26, ignore_eos=True),
+            )
+            for number in range(4)
+        }
+        answers = expected(plain, asked)  # type: ignore[arg-type]
+        config = dataclasses.replace(CONFIG, num_blocks=7, gamma=2)
+        engine = DeviceEngine(config, models, vocab_size=VOCAB)
+        for number, (prompt, sampling) in asked.items():
+            engine.submit(number, prompt, sampling)
+        found = engine.run()
+        assert {number: answer.token_ids for number, answer in found.items()} == answers
+        assert engine.engine.scheduler.num_preemptions > 0
+    finally:
+        models.close()
+
+
+def test_ngrams_are_verified_on_the_device(plain: Models) -> None:
+    """Drafts that the host looks up change no answer, and some are accepted."""
+    prompt = [3, 4, 5, 6] * 5
+    asked = {0: (prompt, SamplingParams(temperature=0.0, seed=1, max_tokens=24, ignore_eos=True))}
+    answers = expected(plain, asked)  # type: ignore[arg-type]
+    config = dataclasses.replace(CONFIG, proposer="ngram", gamma=3)
+    engine = DeviceEngine(config, plain, vocab_size=VOCAB)
+    engine.submit(0, *asked[0])
+    found = engine.run()[0]
+    assert found.token_ids == answers[0]
+    assert found.finished.usage.num_draft_tokens > 0
