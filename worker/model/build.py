@@ -30,7 +30,7 @@ from worker.model.loading import (
     max_positions,
     read_config,
 )
-from worker.model.placing import layout_of, put_in_place, workspace_bytes
+from worker.model.placing import device_sizes, forward_kinds, layout_of, put_in_place
 from worker.model.pool import Arena
 from worker.model.proof import prove_exact
 from worker.model.runtime import new_runtime, release_runtime
@@ -156,7 +156,7 @@ def _build(
     progress("load", f"{target_folder.name} in {name}")
     geometries = [finding.geometry(config.block_size, dtype) for finding in findings]
     sources = list(zip(folders, configs, findings, strict=True))
-    target_kind, draft_kind = _kinds(placement)
+    target_kind, draft_kind = forward_kinds(placement)
     target = _prepare(target_kind, "target", sources[0], config, dtype=dtype, placement=placement)
     target.max_model_len = length
     draft: DraftForward | None = None
@@ -165,7 +165,7 @@ def _build(
         draft.max_model_len = min(length, draft.max_model_len)
     forwards: list[ModelForward] = [target] if draft is None else [target, draft]
 
-    buckets, workspace = _sizes(config, configs[0], dtype) if placement.kernels else (None, 0)
+    buckets, workspace = device_sizes(config, configs[0], dtype) if placement.kernels else (None, 0)
     layout = layout_of(config, geometries, draft, placement, workspace_bytes=workspace)
     progress("pool", f"{layout.num_bytes >> 20} MB for {layout.num_base_blocks} blocks")
     is_shared = draft is not None and not placement.kernels
@@ -242,23 +242,6 @@ def _choose_compiled(build: str, cache_dir: Path, keys: list[str]) -> bool:
             "machine is cached; make it with `nightjar compile` and the same flags"
         )
     return built and build != "eager"
-
-
-def _sizes(config: WorkerConfig, model_config: Any, dtype: torch.dtype) -> tuple[Buckets, int]:
-    """Sizes of a device's forwards, and bytes that they need beside weights and pool."""
-    from worker.gpu.placing import buckets_of
-
-    buckets = buckets_of(config)
-    most = {"max_tokens": buckets.max_tokens, "max_kept": buckets.max_tokens}
-    return buckets, workspace_bytes(model_config, dtype, **most)
-
-
-def _kinds(placement: Placement) -> tuple[type[ModelForward], type[DraftForward]]:
-    if not placement.kernels:
-        return ModelForward, DraftForward
-    from worker.gpu.forward import DeviceDraftForward, DeviceForward
-
-    return DeviceForward, DeviceDraftForward
 
 
 def _prepare(

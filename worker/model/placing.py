@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from worker.model.forward import DraftForward, ModelForward
 from worker.model.linear import pack
 from worker.model.pool import Arena, KVCache, KVGeometry, image_size, move_into
 from worker.model.self_check import free_memory
+
+if TYPE_CHECKING:
+    from worker.gpu.buckets import Buckets
 
 _GRAPHS_BYTES = 1 << 30  # of captured graphs, compiled kernels and torch's own
 _KEPT_BYTES = 8  # of one logit: in the model's dtype, in float32, and what is made of it
@@ -77,6 +80,26 @@ def workspace_bytes(config: Any, dtype: torch.dtype, *, max_tokens: int, max_kep
     width = 8 * text.hidden_size + 4 * (getattr(text, "intermediate_size", None) or 0)
     activations = max_tokens * width * dtype.itemsize
     return int(_GRAPHS_BYTES + activations + max_kept * text.vocab_size * _KEPT_BYTES)
+
+
+def device_sizes(
+    config: WorkerConfig, model_config: Any, dtype: torch.dtype
+) -> tuple[Buckets, int]:
+    """Sizes of a device's forwards, and bytes that they need beside weights and pool."""
+    from worker.gpu.placing import buckets_of  # only here: it loads triton
+
+    buckets = buckets_of(config)
+    most = {"max_tokens": buckets.max_tokens, "max_kept": buckets.max_tokens}
+    return buckets, workspace_bytes(model_config, dtype, **most)
+
+
+def forward_kinds(placement: Placement) -> tuple[type[ModelForward], type[DraftForward]]:
+    """Classes of the target's and the draft's forward."""
+    if not placement.kernels:
+        return ModelForward, DraftForward
+    from worker.gpu.forward import DeviceDraftForward, DeviceForward
+
+    return DeviceForward, DeviceDraftForward
 
 
 def put_in_place(

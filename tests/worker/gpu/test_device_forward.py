@@ -1,8 +1,9 @@
-"""The device's forward on CPU tensors, by kernels in Triton's interpreter, beside the CPU's."""
+"""The device's forward beside the CPU's; without a GPU its kernels run in the interpreter."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from worker.model.device import Placement
 from worker.model.loading import identity, read_config
 from worker.model.self_check import check_architecture
 
-KERNELS = Placement(torch.device("cpu"), kernels=True)
+KERNELS = Placement(torch.device("cuda" if torch.cuda.is_available() else "cpu"), kernels=True)
 NUM_BLOCKS = 24
 CONFIG = WorkerConfig(
     device="cpu",
@@ -52,7 +53,7 @@ def reference(tiny: TinyModels) -> Iterator[Models]:
 
 
 @pytest.fixture(scope="module")
-def models(tiny: TinyModels) -> Iterator[Models]:
+def models(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     """The target as its own draft, by kernels in a fixed order; bits are a GPU's to prove."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "prove_exact", lambda *args, **kwargs: None)
@@ -61,7 +62,8 @@ def models(tiny: TinyModels) -> Iterator[Models]:
             "check_architecture",
             lambda folder, config, *_: check_architecture(folder, config),
         )
-        config = dataclasses.replace(CONFIG, arithmetic="exact")
+        cache = str(tmp_path_factory.mktemp("cache"))
+        config = dataclasses.replace(CONFIG, arithmetic="exact", cache_dir=cache)
         made = build_models(config, tiny.target, tiny.target, silent, KERNELS)
     yield made
     made.close()
@@ -135,7 +137,7 @@ def test_logits_read_bound_inputs(models: Models) -> None:
     inputs = lay_out(batch, target.buffers, buckets, 16)
     logits = target.logits(inputs)
     assert logits.shape == (inputs.num_kept, target.vocab_size)
-    assert torch.equal(logits[:12].float(), expected)
+    assert torch.equal(logits[:12].float().cpu(), expected)
 
 
 def test_dropped_draft_needs_its_bytes_alone(models: Models) -> None:
@@ -197,3 +199,22 @@ def test_dummy_weights_need_no_checkpoint(tiny: TinyModels, tmp_path: Path) -> N
     assert torch.equal(logits[0], logits[1])
     assert not logits[0].isnan().any()
     assert identities[0] == identities[1] != identity(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    KERNELS.device.type == "cpu" and shutil.which("g++") is None, reason="needs a C++ compiler"
+)
+def test_compiled_forward_serves_every_size(
+    tiny: TinyModels, reference: Models, tmp_path: Path
+) -> None:
+    """One compiled graph over the kernels gives the CPU's logits at every size, uncompiled anew."""
+    config = dataclasses.replace(CONFIG, build="auto", cache_dir=str(tmp_path))
+    made = build_models(config, tiny.target, None, silent, KERNELS)
+    assert made.build == "compiled"
+    sequences = random_sequences(made.target.vocab_size, [40, 45, 20])
+    drivers = [Driver(f, sequences, NUM_BLOCKS) for f in (reference.target, made.target)]
+    for parts in STEPS:
+        own, mine = (torch.cat(driver.run(parts)) for driver in drivers)
+        assert (own - mine).abs().max() <= TOLERANCE * own.abs().max()
+    made.close()

@@ -137,10 +137,10 @@ def test_the_pool_takes_its_share(tiny: TinyModels, cache: str) -> None:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     config = dataclasses.replace(
-        CONFIG, num_blocks=0, gpu_memory_share=0.1, build="eager", dtype="bfloat16", cache_dir=cache
+        CONFIG, num_blocks=0, gpu_memory_share=0.3, build="eager", dtype="bfloat16", cache_dir=cache
     )
     for models in made(config, tiny.target, tiny.noisy):
-        assert 0.02 * free < models.layout.num_bytes < 0.1 * free
+        assert 0.02 * free < models.layout.num_bytes < 0.3 * free
         assert models.pool is None
 
 
