@@ -43,13 +43,14 @@ def build_key(folder: Path, *, dtype: str, placement: Placement = CPU) -> str:
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "device": device_kind(placement),
-        "kernels": _triton_version() if placement.kernels else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "nightjar": nightjar.__version__,
         "attention": hashlib.sha256(native.SOURCE.read_bytes()).hexdigest(),
     }
+    if placement.kernels:
+        parts["triton"] = _triton_version()
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
