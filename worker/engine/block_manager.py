@@ -92,17 +92,13 @@ class BlockManager:
 
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
         """Append blocks until the table covers `num_tokens`; False, and no change, if too few."""
-        missing = self.num_missing(block_table, num_tokens)
+        missing = -(-num_tokens // self.block_size) - len(block_table)
         if missing <= 0:
             return True
         if missing > self.num_free:
             return False
         block_table.extend([self._take() for _ in range(missing)])
         return True
-
-    def num_missing(self, block_table: Sequence[int], num_tokens: int) -> int:
-        """Blocks that a table lacks to cover `num_tokens`; 0 or less if it covers them."""
-        return -(-num_tokens // self.block_size) - len(block_table)
 
     def _take(self) -> int:
         if self._free_head:

@@ -82,8 +82,7 @@ class Drafting:
         rows = plan.rows
         lags = [self._lag(row) for row in rows] if self._has_cache else [1] * len(rows)
         limit = min(self.max_gamma, budget // len(rows)) if self.usable else 0
-        num_free = 0 if plan.waits else self._blocks.num_free
-        caps = [self._row_cap(row, num_free) for row in rows] if limit > 0 else [0]
+        caps = [self._row_cap(row) for row in rows] if limit > 0 else [0]
         plan.possible_gamma = min(limit, max(caps))
         wanted = min(choice.gamma, plan.possible_gamma)
         if wanted > 0:
@@ -137,13 +136,14 @@ class Drafting:
             return 0
         return max(0, choice.num_extra_drafts)
 
-    def _row_cap(self, row: PlannedRow, num_free: int) -> int:
+    def _row_cap(self, row: PlannedRow) -> int:
         """Most drafts that a row could use now: they and one more token must have room."""
         assert self._proposer is not None
         sequence, flight = row.sequence, row.sequence.flight
         if sequence.draft_broken or (flight is not None and self._was_forgotten(flight)):
             return 0
-        num_slots = (len(sequence.block_table) + num_free) * self._blocks.block_size
+        blocks = self._blocks
+        num_slots = (len(sequence.block_table) + blocks.num_free) * blocks.block_size
         cap = min(
             sequence.max_num_tokens - row.bound - 1,
             num_slots - row.bound,

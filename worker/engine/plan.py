@@ -44,7 +44,6 @@ class Plan:
     num_verified: int = 0  # most drafts the target takes: of more, the likeliest of all rows
     context: Context | None = None  # of the step, as far as the scheduler knows it
     possible_gamma: int = 0  # feasible once the draft has caught up: what a decision may ask for
-    waits: bool = False  # a row waits for blocks in flight: nobody younger takes any meanwhile
 
 
 @dataclass(slots=True)

@@ -72,19 +72,17 @@ class Scheduler(Rows):
                 first, bound = -1, sequence.bound
             else:
                 continue
-            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, bound, plan):
+            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, bound):
                 row = PlannedRow(sequence, sequence.epoch, 1, True, True)
                 row.first, row.bound, row.slot = first, bound, sequence.slot
                 plan.rows.append(row)
         plan.num_decode_rows = len(plan.rows)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
-        blocks, table = self.blocks, sequence.block_table
-        if plan.waits:
-            return num_tokens <= len(table) * blocks.block_size
-        while not blocks.grow(table, num_tokens):
-            if blocks.num_missing(table, num_tokens) <= blocks.num_free + self._num_returning():
-                plan.waits = True
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        # A table covers all that the row's last plan may have filled. A token more is a block
+        # more at most: where that is missing none is free, and one that comes back will do.
+        while not self.blocks.grow(sequence.block_table, num_tokens):
+            if self._num_returning():
                 return False
             staying = [other for other in self.running if not other.will_end]
             youngest = staying[-1]
@@ -101,7 +99,7 @@ class Scheduler(Rows):
         for sequence in self.running:
             if left > 0 and not sequence.will_decode:
                 left -= self._add_chunk(plan, sequence, left)
-        while left > 0 and self._waiting and self._free_slots and not plan.waits:
+        while left > 0 and self._waiting and self._free_slots:
             if not self._admit(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
