@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult
+from worker.engine.plan import Plan, PlannedRow, StepResult
 from worker.engine.runner import Launched, Runner
 from worker.engine.sequence import Sequence
 
@@ -71,6 +71,7 @@ class FakeDeviceRunner:
         self._runner, self._eager = runner, eager
         self._slots: dict[int, tuple[Owner, Sequence]] = {}
         self._sent: dict[int, Owner] = {}  # by slot: whose tokens were sent last
+        self._tables: dict[int, tuple[list[int], list[int]]] = {}  # by slot: a row's, and its copy
         self.flights: deque[DeviceFlight] = deque()
         self.num_ahead = 0  # rows launched while a step with them was in flight
 
@@ -96,8 +97,11 @@ class FakeDeviceRunner:
         if self._sent.get(row.slot) != owner:
             assert row.first == sequence.num_computed_tokens
             self._sent[row.slot], uploaded = owner, list(sequence.token_ids)
-        table = list(sequence.block_table)
-        return _Staged(row, table, uploaded, sequence.num_prefill_tokens)
+        source, table = self._tables.get(row.slot, ([], []))
+        if source is not sequence.block_table:
+            source, table = self._tables[row.slot] = sequence.block_table, []
+        table += source[len(table) :]  # of a table that it knows, it looks at what is new
+        return _Staged(row, list(table), uploaded, sequence.num_prefill_tokens)
 
     def _check_retire_rule(self, new: list[_Staged], old: list[_Staged]) -> None:
         """What a step in flight names is another's only once it has retired."""
@@ -126,7 +130,7 @@ class FakeDeviceRunner:
         own = replace(plan, rows=rows, choice=None, context=None)
         done = self._runner.launch(own).retire()
         for row, result in zip(rows, done.rows, strict=True):
-            _move_on(row.sequence, result)
+            row.sequence.token_ids += result.token_ids
         return replace(done, plan=plan)
 
     def _own_row(self, staged: _Staged) -> PlannedRow:
@@ -158,7 +162,3 @@ class FakeDeviceRunner:
         elif row.gamma:
             draft_start = num_tokens - 2  # the last two, whichever of them the cache lacks
         return replace(row, sequence=own, first=num_tokens - 1, draft_start=draft_start)
-
-
-def _move_on(own: Sequence, result: RowResult) -> None:
-    own.token_ids += result.token_ids

@@ -137,8 +137,9 @@ class Rows:
         self._free_slots.append(held.slot)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Send a running row back to the front of the queue, to be recomputed."""
-        self.running.remove(sequence)
+        """Send the youngest running row back to the front of the queue, to be recomputed."""
+        assert sequence is self.running[-1]
+        self.running.pop()
         self._release(sequence)
         sequence.status, sequence.phase = SequenceStatus.WAITING, "prefill"
         sequence.num_computed_tokens = 0

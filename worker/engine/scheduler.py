@@ -84,9 +84,8 @@ class Scheduler(Rows):
         while not self.blocks.grow(sequence.block_table, num_tokens):
             if self._num_returning():
                 return False
-            staying = [other for other in self.running if not other.will_end]
-            youngest = staying[-1]
-            if youngest is staying[0]:
+            youngest = self.running[-1]
+            if youngest is self.running[0]:
                 return False  # what is missing is granted
             self._preempt(youngest)
             if youngest is sequence:
