@@ -125,20 +125,55 @@ def paged_attention(
     Raises:
         ModelRefused: The head dimension is odd or above 256.
     """
-    if geometry.head_dim > MAX_HEAD_DIM or geometry.head_dim % 2:
-        raise ModelRefused(
-            f"its head dimension is {geometry.head_dim}; served are even ones up to {MAX_HEAD_DIM}"
-        )
-    assert query.dtype == key.dtype == value.dtype == layer_kv.dtype == geometry.dtype
-    query, key, value = (
-        tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (query, key, value)
+    _check_head_dim(geometry)
+    assert key.dtype == value.dtype == layer_kv.dtype
+    key, value = (
+        tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (key, value)
     )
     write_kv(key, value, layer_kv, inputs.slots, geometry=geometry)
+    return attend(query, layer_kv, inputs, rule, geometry=geometry, num_sms=num_sms)
+
+
+def attend(
+    query: torch.Tensor,
+    layer_kv: torch.Tensor,
+    inputs: AttentionInputs,
+    rule: LayerRule,
+    *,
+    geometry: KVGeometry,
+    num_sms: int,
+) -> torch.Tensor:
+    """`paged_attention` where the forward's K and V are written already.
+
+    Args:
+        query: [1, num_heads, T, head_dim], of the pool's dtype.
+        layer_kv: `KVCache.strips` of the layer.
+        inputs: Of the forward; its partials serve one layer after the other.
+        rule: Of the layer.
+        geometry: Of the pool.
+        num_sms: Multiprocessors of the device, which decides on splitting.
+
+    Returns:
+        [1, T, num_heads, head_dim], contiguous; tokens that lie in no tile are undefined.
+
+    Raises:
+        ModelRefused: The head dimension is odd or above 256.
+    """
+    _check_head_dim(geometry)
+    assert query.dtype == layer_kv.dtype == geometry.dtype
+    query = query if query.stride(3) == 1 else query.contiguous()
     num_tokens = query.shape[2]
     out = query.new_empty(1, num_tokens, geometry.num_heads, geometry.head_dim)
     for tiles in inputs.lists:
         _attend(query, layer_kv, inputs, tiles, rule, out, geometry=geometry, num_sms=num_sms)
     return out
+
+
+def _check_head_dim(geometry: KVGeometry) -> None:
+    if geometry.head_dim > MAX_HEAD_DIM or geometry.head_dim % 2:
+        raise ModelRefused(
+            f"its head dimension is {geometry.head_dim}; served are even ones up to {MAX_HEAD_DIM}"
+        )
 
 
 def _attend(
