@@ -10,7 +10,7 @@ from nightjar.errors import EngineFailure
 
 _DECODE = (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _LARGE_STEP = 128  # between sizes above the fine ones
-_MIXED = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+_MIXED = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144)
 _CATCH_UP = (64, 256, 1024)
 _KEPT = (16, 64, 256)
 
@@ -21,7 +21,7 @@ class Buckets:
 
     decode: tuple[int, ...]  # tokens of a step without prompt tokens; all logits are kept
     mixed: tuple[int, ...]  # tokens of a step with prompt tokens
-    kept: tuple[int, ...]  # logits of such a step, below its tokens
+    kept: tuple[int, ...]  # logits of such a step; the last is the most that any step keeps
     rows: tuple[int, ...]  # rows that draft
     catch_up: tuple[int, ...]  # tokens that the draft catches up
 
@@ -39,7 +39,7 @@ class Buckets:
         return cls(
             decode=_up_to(most, _DECODE),
             mixed=_up_to(max_num_batched_tokens, _MIXED),
-            kept=_KEPT,
+            kept=(*(size for size in _KEPT if size < most), max(2, most)),
             rows=_up_to(max_num_seqs, _DECODE),
             catch_up=_up_to(max_catchup_tokens, _CATCH_UP),
         )
@@ -48,6 +48,11 @@ class Buckets:
     def max_tokens(self) -> int:
         """Tokens of the largest forward."""
         return max(self.decode[-1], self.mixed[-1], self.catch_up[-1], 2 * self.rows[-1])
+
+    @property
+    def max_kept(self) -> int:
+        """Logits of the largest step."""
+        return self.kept[-1]
 
     @property
     def products(self) -> tuple[int, ...]:
@@ -64,6 +69,11 @@ class Buckets:
         """Logits that a forward of `num_tokens` with prompt tokens keeps."""
         return next((k for k in self.kept if num_kept <= k < num_tokens), num_tokens)
 
+    def kept_buckets(self, num_tokens: int) -> tuple[int, ...]:
+        """All that `kept_bucket` gives steps of `num_tokens`, ascending."""
+        sizes = {k for k in self.kept if k < num_tokens}
+        return tuple(sorted(sizes | {min(num_tokens, self.max_kept)}))
+
     def row_bucket(self, num_rows: int) -> int:
         """Rows of the draft's forwards."""
         return _least(self.rows, num_rows)
@@ -78,7 +88,7 @@ def _up_to(most: int, fine: Iterable[int]) -> tuple[int, ...]:
     most = max(2, most)
     sizes = [size for size in fine if size < most]
     while sizes and sizes[-1] >= 256 and sizes[-1] + _LARGE_STEP < most:
-        wide = 256 if sizes[-1] >= 512 else _LARGE_STEP
+        wide = max(_LARGE_STEP, sizes[-1] // 3 // _LARGE_STEP * _LARGE_STEP)
         if sizes[-1] + wide >= most:
             break
         sizes.append(sizes[-1] + wide)

@@ -106,7 +106,7 @@ class DeviceRunner:
             state, self._stage.tables, block_size=block_size, max_position=target.max_model_len - 1
         )
         self._choices = Choices.allocate(buckets.max_tokens, device)
-        self._scratch = SampleScratch.allocate(buckets.max_tokens, vocab_size, device)
+        self._scratch = SampleScratch.allocate(buckets.max_kept, vocab_size, device)
         self._results = torch.zeros(max_num_seqs, RESULT_WIDTH, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._host_results = [
@@ -140,7 +140,7 @@ class DeviceRunner:
         buckets = self._buckets
         progress("graphs", f"of {len(buckets.decode) + len(buckets.mixed)} sizes")
         for size in reversed(buckets.mixed):
-            for kept in sorted({buckets.kept_bucket(k, size) for k in (1, *buckets.kept, size)}):
+            for kept in reversed(buckets.kept_buckets(size)):
                 self._graph(size, kept, SHORT_HEIGHTS[0], has_prompt=True)
         for size in reversed(buckets.decode):
             for height in SHORT_HEIGHTS[:3]:

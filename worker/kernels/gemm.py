@@ -18,7 +18,7 @@ from worker.kernels.gemm_tiles import Join, Tile
 
 # The rule of splits and their borders belongs to the arithmetic version.
 BORDER = 128  # borders of splits are multiples of it; every tile's block_k divides it
-_LONG_INPUTS = 8192
+_LONG_INPUTS = 4096
 _LONG_RATIO = 4
 _LONG_SPLITS = 4
 

@@ -89,7 +89,7 @@ def device_sizes(
     from worker.gpu.placing import buckets_of  # only here: it loads triton
 
     buckets = buckets_of(config)
-    most = {"max_tokens": buckets.max_tokens, "max_kept": buckets.max_tokens}
+    most = {"max_tokens": buckets.max_tokens, "max_kept": max(buckets.max_kept, 256)}
     return buckets, workspace_bytes(model_config, dtype, **most)
 
 

@@ -117,8 +117,16 @@ def test_what_does_not_fit_is_refused(x: torch.Tensor, weight: torch.Tensor) -> 
 
 def test_splits_follow_the_shape_alone() -> None:
     """Only long, narrow weights are split, at borders that every tile's steps divide."""
-    shapes = {(18944, 3584): 4, (3584, 37888): 1, (3584, 3584): 1, (4864, 896): 1, (8192, 2048): 4}
-    shapes |= {(8191, 100): 1, (16384, 4097): 1}
+    shapes = {
+        (18944, 3584): 4,
+        (3584, 37888): 1,
+        (3584, 3584): 1,
+        (4864, 896): 4,
+        (1536, 576): 1,
+        (4608, 1024): 4,
+        (8192, 2048): 4,
+    }
+    shapes |= {(4095, 100): 1, (16384, 4097): 1}
     for (inputs, outputs), splits in shapes.items():
         assert num_splits(inputs, outputs) == splits
     assert split_size(18944, 4) == 4736
