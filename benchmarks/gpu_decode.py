@@ -187,7 +187,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     add("--num-answers", type=int, default=8, help="answers that bits compares")
     add("--max-model-len", type=int, default=4096, help="of both engines; cuts the trace's rows")
     add("--kv-tokens", type=int, default=256 * 2048, help="tokens of KV that either engine gets")
-    add("--vllm-batched-tokens", type=int, default=8192, help="vLLM's max_num_batched_tokens")
+    add("--batched-tokens", type=int, default=8192, help="most tokens in a step, of both engines")
     add("--open-start", type=float, default=12.0, help="requests/s of the first run")
     add("--open-runs", type=int, default=7, help="runs of the search; each halves the interval")
     add("--open-seconds", type=float, default=20.0, help="seconds of arrivals of a run")

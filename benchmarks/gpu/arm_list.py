@@ -63,6 +63,8 @@ def nightjar_flags(name: str, options: argparse.Namespace) -> list[str]:
     flags += [f"--arithmetic={name.removesuffix('+draft')}"]
     flags += [f"--max-model-len={options.max_model_len}", f"--block-size={BLOCK_SIZE}"]
     flags += [f"--num-blocks={options.kv_tokens // BLOCK_SIZE}"]
+    if not options.tiny:
+        flags += [f"--max-num-batched-tokens={options.batched_tokens}"]
     if name.endswith("+draft"):
         flags += [f"--draft={options.draft}", *gamma_flag(options)]
     else:
@@ -92,7 +94,7 @@ def opened(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
             "model": str(options.target),
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
-            "max_num_batched_tokens": options.vllm_batched_tokens,
+            "max_num_batched_tokens": options.batched_tokens,
             "gpu_memory_utilization": 0.85,
             "num_gpu_blocks_override": options.kv_tokens // BLOCK_SIZE,
         }
