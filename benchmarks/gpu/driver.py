@@ -27,7 +27,7 @@ class Feed:
     """The channel's place: messages that are due go to the engine, outputs are kept."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+        self._say, self._begun = say, time.perf_counter()
         self.inbox: list[ToEngine] = []
         self.due: deque[tuple[float, Submit]] = deque()
         self.outputs: list[StepOutput] = []
@@ -48,7 +48,8 @@ class Feed:
         if isinstance(message, StepOutput):
             self.outputs.append(message)
         elif isinstance(message, Progress):
-            self._say(f"{message.stage} {message.detail}".rstrip())
+            elapsed = time.perf_counter() - self._begun
+            self._say(f"{elapsed:6.1f} s: {message.stage} {message.detail}".rstrip())
 
 
 @dataclass(frozen=True)
