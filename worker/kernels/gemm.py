@@ -15,6 +15,7 @@ import triton.language as tl
 
 from nightjar.errors import EngineFailure
 from worker.kernels.gemm_tiles import Join, Tile
+from worker.kernels.launch import begin, launch_options
 
 # The rule of splits and their borders belongs to the arithmetic version.
 BORDER = 128  # borders of splits are multiples of it; every tile's block_k divides it
@@ -98,6 +99,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr,
     WIDEN: tl.constexpr,  # for the interpreter, whose dot takes bfloat16's bits for integers
     GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile * 0, tile
@@ -119,6 +121,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     results = rows * num_outputs + columns[None, :]
     result_mask = row_mask & column_mask
 
+    begin(PDL)
     if JOIN == _SERIAL:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for part in range(0, SPLITS):
@@ -166,7 +169,9 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     num_results,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num_results
     total = tl.zeros((BLOCK,), tl.float32)
@@ -191,7 +196,15 @@ def fixed_order_matmul(
         _matmul_kernel[plan.grid](*plan.arguments, **plan.options)
         if plan.sums is not None:
             grid = (triton.cdiv(out.numel(), _REDUCE_BLOCK),)
-            _reduce_kernel[grid](plan.sums, out, out.numel(), splits, _REDUCE_BLOCK, num_warps=4)
+            _reduce_kernel[grid](
+                plan.sums,
+                out,
+                out.numel(),
+                splits,
+                _REDUCE_BLOCK,
+                num_warps=4,
+                **launch_options(x.device),
+            )
     return out
 
 
@@ -280,6 +293,7 @@ def _plan(
             "GROUP_M": _GROUP_M,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
+            **launch_options(x.device),
         },
         sums=sums if join == "reduce" and in_memory else None,
     )

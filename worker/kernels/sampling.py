@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from worker.kernels import sampling_cut as cut
+from worker.kernels.launch import begin, launch_options
 from worker.kernels.noise import gumbel, hash_tokens, row_keys
 from worker.kernels.sampling_cut import (
     CAPACITY,
@@ -106,7 +107,8 @@ def sample_rows(
     logits_and_stride = (logits, logits.stride(0))
     rows = (inputs.row_of, inputs.inverse_temperature, inputs.top_k)
     found = (scratch.counts, scratch.masses, scratch.candidates)
-    sizes = {"NUM_CHUNKS": num_chunks, "PADDED": padded, "enable_fp_fusion": False}
+    early = launch_options(logits.device)
+    sizes = {"NUM_CHUNKS": num_chunks, "PADDED": padded, "enable_fp_fusion": False, **early}
     _scan[grid](
         *logits_and_stride,
         inputs.row_of,
@@ -116,6 +118,7 @@ def sample_rows(
         scratch.masses,
         vocab_size,
         NUM_CHUNKS=num_chunks,
+        **early,
     )
     cut.collect[grid](
         *logits_and_stride,
@@ -230,11 +233,13 @@ def _scan(  # type: ignore[no-untyped-def]
     masses,
     vocab_size,
     NUM_CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Each chunk's largest logit and its lowest id; +inf where it holds NaN or +inf.
 
     Grid (rows, programs): each program takes every n-th chunk of its row.
     """
+    begin(PDL)
     k = tl.program_id(0)
     if tl.load(row_of + k) < 0:
         return
@@ -270,11 +275,13 @@ def _draw(  # type: ignore[no-untyped-def]
     vocab_size,
     NUM_CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Each chunk's best score and its lowest id, of sampled rows, among keys up to the ceiling.
 
     Grid as `_scan`'s. A chunk whose maximum is cut costs nothing.
     """
+    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row < 0:
@@ -312,8 +319,10 @@ def _choose(  # type: ignore[no-untyped-def]
     out,
     NUM_CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best chunk's id of each row, the lowest of equals. Grid (rows)."""
+    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row < 0:

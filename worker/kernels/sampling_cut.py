@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from worker.kernels.launch import begin
 from worker.kernels.noise import REACH, log
 
 CHUNK = 2048  # tokens whose maximum is kept
@@ -73,12 +74,14 @@ def collect(  # type: ignore[no-untyped-def]
     NUM_CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
     MARGIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Gather the keys of a searched row's candidates, their number, and the sum of all weights.
 
     Grid (rows, programs): each program takes every n-th chunk. Candidates land in any order;
     what is made of them has none. More than CAPACITY are counted but not kept.
     """
+    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row < 0:
@@ -192,12 +195,14 @@ def find(  # type: ignore[no-untyped-def]
     vocab_size,
     NUM_CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write every sampled row's ceiling: REACH, or what its processors make of it.
 
     Grid (rows). The candidates suffice where they are all kept and hold what is asked for; else
     the whole row is searched, with the same result.
     """
+    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row < 0:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from worker.gpu.inputs import ForwardInputs, InputBuffers
 from worker.kernels.attention_inputs import LONG_HEIGHT
+from worker.kernels.launch import begin, launch_options
 
 RESULT_WIDTH = 16  # of a row: accepted drafts, up to 9 chosen ids; last, whether its draft failed
 MAX_CHOICES = 9
@@ -106,8 +107,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program r lays out row r; programs from `row_capacity` on fill in padding."""
+    begin(PDL)
     row = tl.program_id(0)
     num_rows = tl.load(header)
     if row >= row_capacity:
@@ -190,8 +193,10 @@ def _accept(  # type: ignore[no-untyped-def]
     state_width,
     fields_stride,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Keep drafts while they equal the target's samples, and one sample more (2408.07978)."""
+    begin(PDL)
     row = tl.program_id(0)
     if row < tl.load(header):
         field = fields + row
@@ -283,6 +288,7 @@ class StepKernels:
             BLOCK=_BLOCK,
             PADDING=_PADDING,
             num_warps=4,
+            **launch_options(rows.header.device),
         )
 
     def accept(
@@ -302,4 +308,5 @@ class StepKernels:
             rows.fields.stride(0),
             WIDTH=RESULT_WIDTH,
             num_warps=1,
+            **launch_options(rows.header.device),
         )

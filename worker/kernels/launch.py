@@ -1,0 +1,46 @@
+"""Programmatic dependent launch: a kernel is launched while the one before it still runs.
+
+It takes compute capability 9.0. Every kernel so launched calls `begin` before it touches what
+another kernel writes or reads, in every program, also in those that then return: what it waits
+for has waited likewise, so all that came before has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+SWITCH = "NIGHTJAR_PDL"  # 0 launches each kernel after the last one's end; for debugging
+_LEAST_CAPABILITY = (9, 0)
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel be launched, then wait until those before have ended.
+
+    The next one waits for this one's end, so that it may be launched at once.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@functools.cache
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels of a device are launched while their predecessors run."""
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and os.environ.get(SWITCH) != "0"
+        and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    )
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """What a kernel that calls `begin` is launched with: its constant PDL, and the attribute."""
+    return {"PDL": True, "launch_pdl": True} if launches_early(device) else {"PDL": False}
