@@ -9,7 +9,7 @@ PROMPT ?= What is the capital of France, and why do people visit it?
 unexport PROMPT
 run: export ASKED := $(value PROMPT)
 
-.PHONY: run serve test test-all lint type proto format clean
+.PHONY: run serve test test-all test-gpu lint type proto format clean
 
 run: $(STAMP)        ## answer one question with the whole system, then stop
 	@$(BIN)/nightjar up --prompt="$$ASKED"
@@ -22,6 +22,9 @@ test: $(STAMP) lint type  ## everything that must hold, under 15 minutes on 2 co
 
 test-all: $(STAMP) lint type  ## the same and the long sweeps
 	$(BIN)/pytest -m "not gpu"
+
+test-gpu: $(STAMP)   ## what only a GPU can tell: equal bits, and the engine on it
+	$(BIN)/pytest tests/worker/gpu
 
 lint: $(STAMP)       ## style, protos, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
