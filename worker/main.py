@@ -135,7 +135,9 @@ def _peers(state: WorkerState, ready: Ready) -> list[Coroutine[Any, Any, None]]:
         state.agent_attached = lambda: agent.attached
         peers.append(agent.run())
     elif config.memory_agent:
-        log.get().info("no memory agent is used: without a draft model there is nothing to move")
+        on_gpu = "it maps pools of CPU workers only"
+        reason = on_gpu if ready.device == "cuda" else "there is no draft model to move"
+        log.get().info("no memory agent is used", reason=reason)
     return peers
 
 
