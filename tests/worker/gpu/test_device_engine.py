@@ -19,6 +19,7 @@ from worker.model.build import Models, build_models
 from worker.model.device import Placement
 
 VOCAB = 320
+SIZE = (5, 12) if torch.cuda.is_available() else (3, 6)  # requests, tokens; interpreted slowly
 HAS_GPU = torch.cuda.is_available()
 KERNELS = Placement(torch.device("cuda" if HAS_GPU else "cpu"), kernels=True)
 CONFIG = WorkerConfig(
@@ -34,6 +35,7 @@ CONFIG = WorkerConfig(
     max_model_len=96,
     gamma=0,
 )
+INTERPRETED_SLOWLY = pytest.mark.slow if not HAS_GPU else pytest.mark.gpu
 # Tokens of nobody multiply whatever their memory holds.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
@@ -59,7 +61,7 @@ def plain(tiny: TinyModels) -> Iterator[Models]:
     models.close()
 
 
-@pytest.fixture(scope="module", params=["target", "noisy"])
+@pytest.fixture(scope="module", params=[pytest.param("target", marks=INTERPRETED_SLOWLY), "noisy"])
 def pair(tiny: TinyModels, request: pytest.FixtureRequest) -> Iterator[Models]:
     """The target and a draft: itself, or a noisy copy."""
     models = built(tiny.target, getattr(tiny, request.param))
@@ -67,12 +69,12 @@ def pair(tiny: TinyModels, request: pytest.FixtureRequest) -> Iterator[Models]:
     models.close()
 
 
-def requests(seed: int, count: int, max_tokens: int = 12) -> dict[int, tuple[list[int], object]]:
+def requests(seed: int, count: int, max_tokens: int) -> dict[int, tuple[list[int], object]]:
     """Random prompts, greedy and sampled."""
     rng = random.Random(seed)
     return {
         number: (
-            [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 7, 18, 40]))],
+            [rng.randrange(VOCAB) for _ in range([1, 7, 18, 40, 2][number % 5])],
             SamplingParams(
                 temperature=rng.choice([0.0, 0.8]),
                 top_p=rng.choice([1.0, 0.9]),
@@ -97,9 +99,9 @@ def expected(plain: Models, asked: dict[int, tuple[list[int], object]]) -> dict[
 
 def test_any_gamma_in_any_batch_gives_plain_decodings_answers(plain: Models, pair: Models) -> None:
     """Requests that arrive together, gamma changing at every step, answer as alone."""
-    asked = requests(1, 5)
+    asked = requests(1, *SIZE)
     answers = expected(plain, asked)
-    assert all(len(tokens) == 12 for tokens in answers.values())
+    assert all(len(tokens) == SIZE[1] for tokens in answers.values())
     engine = DeviceEngine(CONFIG, pair, vocab_size=VOCAB)
     rng = random.Random(2)
     for number, (prompt, sampling) in asked.items():
@@ -119,6 +121,7 @@ def test_any_gamma_in_any_batch_gives_plain_decodings_answers(plain: Models, pai
         assert accepted == drafted
 
 
+@INTERPRETED_SLOWLY
 def test_preempted_rows_and_prefix_hits_answer_the_same(plain: Models, tiny: TinyModels) -> None:
     """With blocks for half of what four rows need, answers are those of a request alone."""
     models = built(tiny.target, tiny.noisy, num_blocks=7)
@@ -144,8 +147,8 @@ def test_preempted_rows_and_prefix_hits_answer_the_same(plain: Models, tiny: Tin
 
 def test_ngrams_are_verified_on_the_device(plain: Models) -> None:
     """Drafts that the host looks up change no answer, and some are accepted."""
-    prompt = [3, 4, 5, 6] * 5
-    asked = {0: (prompt, SamplingParams(temperature=0.0, seed=1, max_tokens=24, ignore_eos=True))}
+    prompt = [3, 4, 5] * 3
+    asked = {0: (prompt, SamplingParams(temperature=0.0, seed=1, max_tokens=6, ignore_eos=True))}
     answers = expected(plain, asked)  # type: ignore[arg-type]
     config = dataclasses.replace(CONFIG, proposer="ngram", gamma=3)
     engine = DeviceEngine(config, plain, vocab_size=VOCAB)
