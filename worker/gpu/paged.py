@@ -5,15 +5,22 @@ from __future__ import annotations
 import torch
 
 from worker.gpu.buckets import Buckets
-from worker.kernels.attention import LayerRule, paged_attention, partial_floats, programs_per_tile
+from worker.kernels.attention import (
+    LayerRule,
+    attend,
+    paged_attention,
+    partial_floats,
+    programs_per_tile,
+)
 from worker.kernels.attention_inputs import AttentionInputs, num_parts
+from worker.kernels.rope_write import rope_write
 from worker.model.pool import KVCache, KVGeometry
 
 _MOST_PARTIALS = 1 << 26  # floats; forwards that would need more do not split, to the same bits
 
 
 class PagedAttention:
-    """What `nightjar::attention` calls where kernels run."""
+    """What `nightjar::attention` and `nightjar::rope_attention` call where kernels run."""
 
     def __init__(self, geometry: KVGeometry, num_sms: int) -> None:
         """Attend over caches of `geometry`, on `num_sms` multiprocessors."""
@@ -69,6 +76,32 @@ class PagedAttention:
             cache.strips[layer],
             self.inputs,
             LayerRule(scaling=scaling, window=window, softcap=softcap),
+            geometry=self.geometry,
+            num_sms=self.num_sms,
+        )
+
+    def rope_attend(  # noqa: PLR0917 - as the operator passes them
+        self,
+        cache: KVCache,
+        layer: int,
+        qkv: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        scaling: float,
+        window: int,
+    ) -> torch.Tensor:
+        """Like `attend` from a merged product, as `rope_write` takes it."""
+        assert self.inputs is not None
+        self.reached.add(layer)
+        strips, slots = cache.strips[layer], self.inputs.slots
+        query = rope_write(qkv, bias, cos, sin, slots, strips, geometry=self.geometry)
+        return attend(
+            query[None].transpose(1, 2),
+            strips,
+            self.inputs,
+            LayerRule(scaling=scaling, window=window),
             geometry=self.geometry,
             num_sms=self.num_sms,
         )

@@ -20,6 +20,7 @@ from worker.model.compiled import build_key, compile_forward, is_built, mark_bui
 from worker.model.device import Placement
 from worker.model.fingerprint import fingerprint
 from worker.model.forward import DraftForward, ModelForward
+from worker.model.fused import fuse_attention
 from worker.model.linear import replace_linears
 from worker.model.loading import (
     attach,
@@ -261,6 +262,8 @@ def _prepare(
     runtime = new_runtime(role, exact=config.arithmetic != "free", kernels=placement.kernels)
     attach(model, runtime.name)
     replace_linears(model, runtime, merge=finding.merge)
+    if finding.fuse:
+        fuse_attention(model, runtime)
     size = model_config.get_text_config().vocab_size
     return kind(model, runtime, vocab_size=size, max_model_len=max_positions(model_config))
 

@@ -42,14 +42,19 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
+        product = self.product(x)
+        bias = self.bias if self.adds_bias else None
+        return product if bias is None else product + bias
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Like `forward`, without the bias where `adds_bias`."""
         product: torch.Tensor
         if torch.compiler.is_compiling():
             op = torch.ops.nightjar.linear.default
             product = op(x, self.nightjar_runtime, self.index, self.out_features)
         else:
             product = _linear(x, self.nightjar_runtime, self.index, self.out_features)
-        bias = self.bias if self.adds_bias else None
-        return product if bias is None else product + bias
+        return product
 
 
 class MergedPart(nn.Module):

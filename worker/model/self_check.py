@@ -22,6 +22,7 @@ from worker.model.attention import ATTENTION
 from worker.model.batch import Batch
 from worker.model.device import CPU, Placement
 from worker.model.forward import ModelForward
+from worker.model.fused import fuse_attention
 from worker.model.linear import pack, replace_linears
 from worker.model.loading import attach, load_model, quiet
 from worker.model.pool import KVCache, KVGeometry
@@ -42,6 +43,7 @@ class Finding(NamedTuple):
     num_kv_heads: int
     head_dim: int
     merge: bool  # whether merged linears may be used
+    fuse: bool  # whether rotary embedding may be fused into attention, where it can be
 
     def geometry(self, block_size: int, dtype: torch.dtype) -> KVGeometry:
         """Shape of the model's KV."""
@@ -71,12 +73,12 @@ def check_architecture(
         rows = _rows(small)
         expected = _own_forward(model, rows)
         count = small.get_text_config().num_hidden_layers
-        shape = Finding(count, *_head_shape(model, rows[0]), merge=True)
-        for merge in (True, False):
-            problem = _compare(copy.deepcopy(model), shape, rows, expected, placement, merge=merge)
+        shape = Finding(count, *_head_shape(model, rows[0]), merge=True, fuse=placement.kernels)
+        tries = (shape, shape._replace(fuse=False), shape._replace(merge=False, fuse=False))
+        for finding in dict.fromkeys(tries):
+            problem = _compare(copy.deepcopy(model), finding, rows, expected, placement)
             if problem is None:
-                whole = config.get_text_config().num_hidden_layers
-                return shape._replace(num_layers=whole, merge=merge)
+                return finding._replace(num_layers=config.get_text_config().num_hidden_layers)
         raise ModelRefused(f"{config.model_type}: {problem}")
     finally:
         del model
@@ -175,14 +177,14 @@ def _compare(
     rows: list[list[int]],
     expected: list[torch.Tensor],
     placement: Placement,
-    *,
-    merge: bool,
 ) -> str | None:
     """Run the rows chunked and batched; None if all is right, else what is not."""
     runtime = new_runtime("self-check", exact=True, kernels=placement.kernels)
     try:
         attach(model, runtime.name)
-        replace_linears(model, runtime, merge=merge)
+        replace_linears(model, runtime, merge=shape.merge)
+        if shape.fuse:
+            fuse_attention(model, runtime)
         pack(runtime, model, keep_plain=False)
         geometry = shape.geometry(_BLOCK_SIZE, torch.float32)
         per_row = -(-max(_LENGTHS) // _BLOCK_SIZE)

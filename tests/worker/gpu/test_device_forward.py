@@ -60,7 +60,7 @@ def models(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setattr(  # that it passes by kernels is a test of its own
             build,
             "check_architecture",
-            lambda folder, config, *_: check_architecture(folder, config),
+            lambda folder, config, *_: check_architecture(folder, config)._replace(fuse=True),
         )
         cache = str(tmp_path_factory.mktemp("cache"))
         config = dataclasses.replace(CONFIG, arithmetic="exact", cache_dir=cache)
@@ -163,16 +163,16 @@ def test_draft_weights_lie_in_the_arena(models: Models) -> None:
 
 
 def test_the_check_passes_by_kernels(tiny: TinyModels) -> None:
-    """The paged forward by kernels agrees with the model's own, linears merged."""
+    """The paged forward by kernels agrees with the model's own, merged and fused."""
     finding = check_architecture(tiny.target, read_config(tiny.target), KERNELS)
-    assert (finding.num_layers, finding.num_kv_heads, finding.merge) == (2, 2, True)
+    assert (finding.num_layers, finding.num_kv_heads) == (2, 2)
+    assert (finding.merge, finding.fuse) == (True, True)
 
 
 def test_the_check_runs_the_kernels(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails where the device's attention gives something else."""
-    monkeypatch.setattr(
-        paged, "paged_attention", lambda query, *_, **__: query.transpose(1, 2).contiguous()
-    )
+    for name in ("attend", "paged_attention"):
+        monkeypatch.setattr(paged, name, lambda query, *_, **__: query.transpose(1, 2).contiguous())
     with pytest.raises(ModelRefused, match=r"llama.*differs from its own"):
         check_architecture(tiny.target, read_config(tiny.target), KERNELS)
 
