@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from worker.config import WorkerConfig
 from worker.engine.assembly import assemble
 from worker.messages import (
+    AgentLink,
     Finished,
+    Grant,
+    GrantAnswer,
     SamplingParams,
     Status,
     StepOutput,
     Submit,
     ToEngine,
     ToFront,
+    TransitionRequest,
 )
 from worker.model.build import Models
 
@@ -99,3 +103,43 @@ class DeviceEngine:
             for finished in message.finished:
                 answers.setdefault(finished.request_id, Answer()).finished = finished
         return answers
+
+
+class InProcessAgent:
+    """Does what grants allow, at once, on the arena itself; asks for expansion and contraction."""
+
+    def __init__(self, engine: DeviceEngine, models: Models) -> None:
+        layout = models.layout
+        self._engine, self._layout, self._memory = engine, layout, models.arena.memory
+        start = layout.image_offset
+        self._image_span = slice(start, start + layout.image_bytes)
+        self._image = self._memory[self._image_span].clone()
+        self._num_requests = 0
+        self.num_copied = 0
+        engine.channel.inbox.append(AgentLink(connected=True, stream=1))
+
+    def ask(self, kind: str) -> None:
+        """Request "expand" or "contract"."""
+        self._num_requests += 1
+        self._engine.channel.inbox.append(
+            TransitionRequest(request_id=self._num_requests, kind=kind)
+        )
+
+    def work(self) -> None:
+        """Answer the grants that were said since the last call, and forget other memory talk."""
+        outbox = self._engine.channel.outbox
+        for message in [m for m in outbox if not isinstance(m, StepOutput)]:
+            outbox.remove(message)
+            if isinstance(message, Grant):
+                self._do(message)
+                self._engine.channel.inbox.append(GrantAnswer(grant_id=message.grant_id, ok=True))
+
+    def _do(self, grant: Grant) -> None:
+        if grant.kind == "load":
+            self._memory[self._image_span].copy_(self._image)
+            return
+        size = self._layout.block_bytes
+        for source, destination in zip(grant.source_ids, grant.destination_ids, strict=True):
+            at, to = self._layout.block_offset(source), self._layout.block_offset(destination)
+            self._memory[to : to + size].copy_(self._memory[at : at + size])
+            self.num_copied += 1
