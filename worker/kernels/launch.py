@@ -25,9 +25,35 @@ def begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
     The next one waits for this one's end, so that it may be launched at once.
     """
+    let_next(PDL)
+    wait_for_last(PDL)
+
+
+@triton.jit
+def let_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first half of `begin`."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The second half of `begin`, after which other kernels' memory may be touched."""
+    if PDL:
         gdc_wait()
+
+
+@triton.jit
+def fetch_lines(pointers):  # type: ignore[no-untyped-def]
+    """Bring the lines at `pointers` into L2, where all see the same, so it needs no wait."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @functools.cache
