@@ -12,7 +12,13 @@ from worker.kernels.attention import (
     partial_floats,
     reference_attention,
 )
-from worker.kernels.attention_inputs import LONG_HEIGHT, AttentionInputs, TileList, num_parts
+from worker.kernels.attention_inputs import (
+    LONG_HEIGHT,
+    NUM_COUNTERS,
+    AttentionInputs,
+    TileList,
+    num_parts,
+)
 from worker.kernels.kv_write import reference_write_kv
 from worker.model.pool import KVCache, KVGeometry
 
@@ -217,6 +223,7 @@ def make_case(
                 if tiles
             ),
             partials=torch.full((floats if splits else 1,), NAN, device=device),
+            counters=torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device),
         ),
         geometry=geometry,
     )

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.kernels.attention_inputs import LONG_HEIGHT, AttentionInputs, TileList
+from worker.kernels.attention_inputs import (
+    LONG_HEIGHT,
+    NUM_COUNTERS,
+    AttentionInputs,
+    TileList,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,7 @@ class InputBuffers:
         self.short_tiles = zeros(4, max_rows)  # rows, first_tokens, num_queries, first_positions
         self.long_tiles = zeros(4, max_tokens // LONG_HEIGHT + max_rows)
         self.partials = zeros(num_partial_floats, dtype=torch.float32)
+        self.counters = zeros(NUM_COUNTERS)
 
     def view(
         self,
@@ -93,6 +99,7 @@ class InputBuffers:
                 tables=self.tables,
                 lists=tuple(lists),
                 partials=self.partials,
+                counters=self.counters,
             ),
         )
 

@@ -1,12 +1,13 @@
 """Paged attention in an order of additions that depends on a query's position alone.
 
 Keys are walked in tiles of TILE and parts of PART from position 0, and parts are joined in index
-order (Flash-Decoding, https://pytorch.org/blog/flash-decoding/), by one program in registers or
-by many through memory: both join by the same fused multiply-adds, so both give the same bits.
+order (Flash-Decoding, https://pytorch.org/blog/flash-decoding/), in the registers of one program
+or, of several, by the last to store its own: the same fused multiply-adds give the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,18 +16,33 @@ import torch
 import triton
 
 from nightjar.errors import ModelRefused
-from worker.kernels.attention_inputs import PART, TILE, AttentionInputs, TileList, num_parts
-from worker.kernels.attention_programs import attend_kernel, join_kernel
+from worker.kernels.attention_inputs import (
+    LONG_HEIGHT,
+    PART,
+    TILE,
+    AttentionInputs,
+    TileList,
+    num_parts,
+)
+from worker.kernels.attention_programs import attend_kernel
 from worker.kernels.kv_write import block_stride, reference_write_kv, write_kv
 from worker.model.pool import KVGeometry
 
 MAX_HEAD_DIM = 256
 NO_WINDOW = 1 << 30  # more keys than any context has
 _LOG2_E = math.log2(math.e)
-_SHARED_BYTES = 224 * 1024  # of a multiprocessor, for programs' queries, keys and values
 _QUERY_BYTES = 128 * 128 * 2  # of one program, so that its sums fit its registers
-_AHEAD = 2  # tiles under way beside the one in use, as far as they fit
-_AHEAD_ALONE = 3  # where nothing else runs on the multiprocessor meanwhile
+
+# How a device is filled; none of it changes a bit. Measured best on an H200.
+_RESIDENT = {16: 3, 32: 2}  # programs of a multiprocessor by rows, where it holds them; else 1
+_FEW_WARPS = 16  # most rows that take 4 warps rather than 8, if others run beside them
+_MOST_STAGES = 4
+_FILLED = 1.5  # programs for each multiprocessor that are not worth splitting
+
+_SHARED_BYTES = 228 * 1024  # of a multiprocessor
+_SHARED_RESERVED = 1024  # of each program
+_SCRATCH_BYTES = 2048  # of a program's reductions
+_REGISTERS = 1 << 16  # of a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +65,18 @@ class Shape(NamedTuple):
 
     heads: int  # of a KV head's group in one program, a power of two
     rows: int  # of a program's products, height * heads or 16
+    resident: int  # programs that a multiprocessor holds
     warps: int
     stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the kernel is launched with."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        if self.resident > 1:
+            registers = _REGISTERS // (self.resident * self.warps * 32)
+            options["maxnreg"] = min(255, registers // 8 * 8)
+        return options
 
 
 def partial_floats(*, max_tokens: int, num_heads: int, head_dim: int, num_parts: int) -> int:
@@ -58,20 +84,22 @@ def partial_floats(*, max_tokens: int, num_heads: int, head_dim: int, num_parts:
     return max_tokens * num_heads * num_parts * (head_dim + 2)
 
 
-def programs_per_tile(*, capacity: int, num_kv_heads: int, num_parts: int, num_sms: int) -> int:
+def programs_per_tile(
+    *, capacity: int, num_kv_heads: int, num_parts: int, num_sms: int, resident: int = 1
+) -> int:
     """Programs that share the parts of one tile and KV head; 1 does not split.
 
-    A rule of the bucket, never of its data: lists that cannot give each multiprocessor two
-    programs are split until there are about four.
+    A rule of the bucket, never of its data: lists that leave multiprocessors idle are split until
+    the device holds no more programs at once, of which it holds `resident` in each.
     """
     programs = capacity * num_kv_heads
-    if num_parts == 1 or programs >= 2 * num_sms:
+    if num_parts == 1 or programs >= _FILLED * num_sms:
         return 1
-    return min(num_parts, -(-4 * num_sms // programs))
+    return min(num_parts, max(2, resident * num_sms // programs))
 
 
 def shape_of(
-    *, height: int, group: int, head_dim: int, itemsize: int, split: bool, alone: bool
+    *, height: int, group: int, head_dim: int, itemsize: int, alone: bool = False
 ) -> Shape:
     """Choose a list's cut: at most 128 rows, and tiles ahead as shared memory holds them.
 
@@ -80,20 +108,26 @@ def shape_of(
         group: Heads of a KV head.
         head_dim: Of the model.
         itemsize: Bytes of a value; products of 4-byte values take no tensor cores.
-        split: Whether sums are stored, which takes shared memory too.
         alone: Whether no multiprocessor gets a second program.
     """
-    dim_pad = triton.next_power_of_2(max(16, head_dim))
+    dim_pad: int = triton.next_power_of_2(max(16, head_dim))
     most_rows = 16 if itemsize == 4 else min(128, _QUERY_BYTES // (dim_pad * itemsize))
     heads = min(triton.next_power_of_2(group), max(1, most_rows // height))
     rows = max(16, triton.next_power_of_2(height) * heads)
-    warps = 8 if rows >= 128 or dim_pad >= 256 else 4
-    room = _SHARED_BYTES if alone or warps == 8 or (split and rows >= 64) else _SHARED_BYTES // 2
-    room -= rows * (dim_pad + TILE) * itemsize + split * rows * dim_pad * 4
-    tiles = room // (2 * TILE * dim_pad * itemsize)  # the one in use and those ahead
-    ahead = max(0, min(_AHEAD_ALONE if alone else _AHEAD, tiles - 1))
-    # A tile's table entries are loaded as far ahead of its keys as these of their use.
-    return Shape(heads, rows, warps, 2 * ahead + 1)
+    tile_bytes = 2 * TILE * dim_pad * itemsize
+    own_bytes = rows * (dim_pad + TILE) * itemsize + _SCRATCH_BYTES + _SHARED_RESERVED
+
+    def buffers(programs: int) -> int:
+        return (_SHARED_BYTES // programs - own_bytes) // tile_bytes
+
+    resident = 1 if alone or itemsize == 4 else _RESIDENT.get(rows, 1)
+    while resident > 1 and buffers(resident) < 2:
+        resident -= 1
+    warps = 4 if rows <= _FEW_WARPS and dim_pad < 256 and not alone else 8
+    # Products of 64 rows or more read shared memory while the next tile arrives, in one more.
+    stages = buffers(resident) + (rows < 64 and itemsize < 4)
+    most = PART // TILE + 1 if alone else _MOST_STAGES  # a part's tiles, all on their way at once
+    return Shape(heads, rows, resident, warps, max(1, min(most, stages)))
 
 
 def paged_attention(
@@ -190,32 +224,43 @@ def _attend(
     heads, kv_heads, head_dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     group, num_tokens = heads // kv_heads, query.shape[2]
     parts = num_parts(inputs.tables.shape[1], geometry.block_size)
+    cut = functools.partial(
+        shape_of,
+        height=tiles.height,
+        group=group,
+        head_dim=head_dim,
+        itemsize=geometry.dtype.itemsize,
+    )
+    shape = cut()
     programs = programs_per_tile(
-        capacity=tiles.capacity, num_kv_heads=kv_heads, num_parts=parts, num_sms=num_sms
+        capacity=tiles.capacity,
+        num_kv_heads=kv_heads,
+        num_parts=parts,
+        num_sms=num_sms,
+        resident=shape.resident,
     )
     needed = partial_floats(
         max_tokens=num_tokens, num_heads=heads, head_dim=head_dim, num_parts=parts
     )
-    split = programs > 1 and inputs.partials.numel() >= needed
+    columns = kv_heads * -(-group // shape.heads)
+    split = (
+        programs > 1
+        and inputs.partials.numel() >= needed
+        and inputs.counters.numel() >= tiles.capacity * columns
+    )
     # Sums, peaks and masses by token, head and part; unsplit, none is read or written.
     peaks_at = num_tokens * heads * parts * head_dim
     masses_at = peaks_at + num_tokens * heads * parts
     partials = (inputs.partials,) * 3
     if split:
         partials = inputs.partials, inputs.partials[peaks_at:], inputs.partials[masses_at:]
-    shape = shape_of(
-        height=tiles.height,
-        group=group,
-        head_dim=head_dim,
-        itemsize=geometry.dtype.itemsize,
-        split=split,
-        alone=split and programs * tiles.capacity * kv_heads <= num_sms,
-    )
+        if programs * tiles.capacity * columns <= num_sms:
+            shape = cut(alone=True)
     dim_pad = triton.next_power_of_2(max(16, head_dim))
     window = rule.window or NO_WINDOW
     # With a softcap, scores are tanh(x * scaling / softcap), by 2 ** of the doubled argument.
     cap_scale = 2.0 * _LOG2_E * rule.scaling / rule.softcap if rule.softcap else 0.0
-    attend_kernel[(tiles.capacity, kv_heads * -(-group // shape.heads), programs if split else 1)](
+    attend_kernel[(columns, tiles.capacity, programs if split else 1)](
         query,
         layer_kv,
         inputs.tables,
@@ -225,6 +270,7 @@ def _attend(
         tiles.first_positions,
         out,
         *partials,
+        inputs.counters,
         query.stride(1),
         query.stride(2),
         inputs.tables.stride(0),
@@ -245,27 +291,9 @@ def _attend(
         PART=PART,
         TILE=TILE,
         SPLIT=split,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        BACKWARDS=tiles.height == LONG_HEIGHT,
+        **shape.options,
     )
-    if split:
-        group_pad = triton.next_power_of_2(group)
-        join_kernel[(tiles.capacity, tiles.height, kv_heads)](
-            *partials,
-            tiles.first_tokens,
-            tiles.num_queries,
-            tiles.first_positions,
-            out,
-            parts,
-            window,
-            NUM_KV_HEADS=kv_heads,
-            GROUP=group,
-            GROUP_PAD=group_pad,
-            HEAD_DIM=head_dim,
-            DIM_PAD=dim_pad,
-            PART=PART,
-            num_warps=min(4, max(1, group_pad * dim_pad // 256)),
-        )
 
 
 def reference_attention(

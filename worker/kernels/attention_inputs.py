@@ -8,10 +8,11 @@ import torch
 
 # Exact: a context is split every PART keys from position 0, and walked in tiles of TILE keys.
 # Both belong to the arithmetic version.
-PART = 256
+PART = 128
 TILE = 64
 SHORT_HEIGHTS = (2, 4, 8, 16)  # queries of a decode or verify tile: the least that holds gamma + 1
 LONG_HEIGHT = 16  # queries of a prefill tile
+NUM_COUNTERS = 1 << 13  # programs of a list that is split, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class AttentionInputs:
     tables: torch.Tensor  # int32 [max_rows, table_width], row-major
     lists: tuple[TileList, ...]  # each token lies in at most one tile of one list
     partials: torch.Tensor  # float32, scratch of `partial_floats` values or more
+    counters: torch.Tensor  # int32 [NUM_COUNTERS], zeros before and after every layer
 
 
 def num_parts(table_width: int, block_size: int) -> int:

@@ -30,6 +30,131 @@ def _divide(mass, sums):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load_blocks(  # type: ignore[no-untyped-def]
+    table, first_key, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    # The block of each of a tile's keys, or a block of the row where a key is not the row's.
+    entries = first_key // BLOCK_SIZE + tl.arange(0, TILE) // BLOCK_SIZE
+    entries = tl.minimum(tl.maximum(entries, start // BLOCK_SIZE), (end - 1) // BLOCK_SIZE)
+    return tl.load(table + entries)
+
+
+@triton.jit
+def _see_tile(  # type: ignore[no-untyped-def]
+    q,
+    ones,
+    head_pool,
+    blocks,
+    first_key,
+    start,
+    end,
+    positions,
+    window,
+    scale,
+    cap_scale,
+    peak,
+    masses,
+    sums,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # Continues a part's state by one tile of keys. A tile begins at a block's edge, so only the
+    # blocks differ from tile to tile; the places in them do not.
+    # Continues a part's state by one tile of keys. A tile begins at a block's edge, so only the
+    # blocks differ from tile to tile; the places in them do not.
+    lanes, dims = tl.arange(0, TILE), tl.arange(0, DIM_PAD)
+    places = head_pool + ((lanes % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
+    source = places + (blocks.to(tl.int64) * BLOCK_STRIDE)[:, None]
+    # Keys that no query sees may be anything, and their scores are replaced. V is masked: what
+    # the row does not own may be NaN, and NaN times 0 is NaN.
+    live = lanes < end - first_key
+    if WINDOWED:
+        live = live & (lanes >= start - first_key)
+    live = live[:, None]
+    if HEAD_DIM < DIM_PAD:
+        live = live & (dims < HEAD_DIM)[None, :]
+        k = tl.load(source, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(source)
+    v = tl.load(source + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=live, other=0.0)
+
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAPPED:
+        small = tl.exp2(-tl.abs(scores) * cap_scale)
+        bounded = (1.0 - small) / (1.0 + small)
+        scores = tl.where(scores < 0, -bounded, bounded)
+    visible = lanes[None, :] <= (positions - first_key)[:, None]
+    if WINDOWED:
+        visible = visible & (lanes[None, :] > (positions - first_key - window)[:, None])
+    scores = tl.where(visible, scores, float("-inf"))
+    top = tl.maximum(peak, tl.max(scores, 1) * scale)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.exp2(peak - base)
+    weights = tl.exp2(tl.fma(scores, scale, -base[:, None])).to(v.dtype)
+    # By a product, whose order of additions does not depend on ROWS, as a reduction's does.
+    masses = tl.dot(weights, ones, masses * keep[:, None], input_precision="ieee")
+    sums = tl.dot(weights, v, sums * keep[:, None], input_precision="ieee")
+    return top, masses, sums
+
+
+@triton.jit
+def _store_part(  # type: ignore[no-untyped-def]
+    part_sums,
+    part_peaks,
+    part_masses,
+    to,
+    written,
+    peak,
+    masses,
+    sums,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    dims = tl.arange(0, DIM_PAD)
+    tl.store(part_peaks + to, peak, mask=written)
+    tl.store(part_masses + to, tl.max(masses, 1), mask=written)
+    tl.store(
+        part_sums + to[:, None] * HEAD_DIM + dims[None, :],
+        sums,
+        mask=written[:, None] & (dims < HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _load_part(  # type: ignore[no-untyped-def]
+    part_sums,
+    part_peaks,
+    part_masses,
+    at,
+    written,
+    part,
+    last,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    # Past the level 1 cache, which may hold what lay there before. A part past the last is one
+    # that has seen no key.
+    dims = tl.arange(0, DIM_PAD)
+    to = at + part
+    live = written & (to <= at + last)
+    sums = tl.load(
+        part_sums + to[:, None] * HEAD_DIM + dims[None, :],
+        mask=live[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    peak = tl.load(part_peaks + to, mask=live, other=float("-inf"), cache_modifier=".cg")
+    mass = tl.load(part_masses + to, mask=live, other=0.0, cache_modifier=".cg")
+    return peak, mass, sums
+
+
+@triton.jit
 def attend_kernel(  # type: ignore[no-untyped-def]
     query,
     pool,
@@ -42,6 +167,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     part_sums,
     part_peaks,
     part_masses,
+    counters,
     query_head_stride,
     query_token_stride,
     table_stride,
@@ -62,29 +188,33 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     PART: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    BACKWARDS: tl.constexpr,
 ):
-    """Grid (tiles, KV heads * slices of their group, programs that share the parts).
+    """Grid (KV heads * slices of their group, tiles, programs that share the parts).
 
-    A row of the products is (query r // HEADS, head r % HEADS of the slice).
+    A row of the products is (query r // HEADS, head r % HEADS of the slice). Where programs
+    share a tile, each stores its parts' states, and whichever stores last joins them all.
     """
     SLICES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     PART_TILES: tl.constexpr = PART // TILE
-    tile, share, step = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
-    kv_head, head_slice = tl.program_id(1) // SLICES, tl.program_id(1) % SLICES
+    kv_head, head_slice = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
+    tile, share, step = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    if BACKWARDS:  # a prompt's later tiles are longer: they begin first
+        tile = tl.num_programs(1) - 1 - tile
     count = tl.load(num_queries + tile)
     position = tl.load(first_positions + tile)
     row, first_token = tl.load(rows + tile), tl.load(first_tokens + tile)
     end = position + count
     start = tl.maximum(position + 1 - window, 0)  # keys before it are seen by no query
-    part = start // PART + share
-    if (count == 0) | (part * PART >= end):
+    first_part, last_part = start // PART, (end - 1) // PART
+    part = first_part + share
+    if (count == 0) | (part > last_part):
         return
 
-    # This program's tiles, numbered through its parts: part, part + step, and so on.
-    owned = ((end - 1) // PART - part) // step
-    last_part = part + owned * step
-    begin = tl.where(share == 0, start // TILE % PART_TILES, 0)
-    stop = owned * PART_TILES + tl.minimum(PART_TILES, (end - last_part * PART + TILE - 1) // TILE)
+    first_tile, end_tile = start // TILE, (end + TILE - 1) // TILE
+    table = tables + row.to(tl.int64) * table_stride
+    begin = tl.maximum(first_tile, part * PART_TILES)
+    blocks = _load_blocks(table, begin * TILE, start, end, BLOCK_SIZE, TILE)
 
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     queries = lanes // HEADS
@@ -101,7 +231,6 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     )
     ones = tl.full((TILE, 16), 1.0, q.dtype)
 
-    table = tables + row.to(tl.int64) * table_stride
     head_pool = pool + kv_head * (BLOCK_SIZE * HEAD_DIM)
     # [ROWS]; the mass in 16 equal columns, as the product with ones makes it.
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -110,156 +239,100 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     all_peak = tl.full((ROWS,), float("-inf"), tl.float32)
     all_mass = tl.full((ROWS,), 0.0, tl.float32)
     all_sums = tl.full((ROWS, DIM_PAD), 0.0, tl.float32)
-    at = (tokens * (NUM_KV_HEADS * GROUP) + heads) * num_parts
+    results = tokens * (NUM_KV_HEADS * GROUP) + heads
 
-    for i in range(begin, stop):
-        if (i % PART_TILES == 0) & (i > begin):  # the part before this one is complete
-            if SPLIT:
-                to = at + (part + (i // PART_TILES - 1) * step)
-                tl.store(part_peaks + to, peak, mask=written)
-                tl.store(part_masses + to, tl.max(masses, 1), mask=written)
-                tl.store(
-                    part_sums + to[:, None] * HEAD_DIM + dims[None, :],
-                    sums,
-                    mask=written[:, None] & in_head[None, :],
-                )
-            else:
-                all_peak, all_mass, all_sums = _join(
-                    all_peak, all_mass, all_sums, peak, tl.max(masses, 1), sums
-                )
+    if SPLIT:
+        at = results * num_parts
+        for mine in range(part, last_part + 1, step):
             peak = tl.full((ROWS,), float("-inf"), tl.float32)
             masses = tl.full((ROWS, 16), 0.0, tl.float32)
             sums = tl.full((ROWS, DIM_PAD), 0.0, tl.float32)
-
-        first_key = (part + i // PART_TILES * step) * PART + i % PART_TILES * TILE
-        keys = first_key + tl.arange(0, TILE)
-        live = keys < end
-        if WINDOWED:
-            live = live & (keys >= start)
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=live, other=0)
-        offsets = blocks.to(tl.int64) * BLOCK_STRIDE + (keys % BLOCK_SIZE) * HEAD_DIM
-        source = head_pool + offsets[:, None] + dims[None, :]
-        # V is masked too: what the row does not own may be NaN, and NaN times 0 is NaN.
-        loaded = live[:, None] & in_head[None, :]
-        k = tl.load(source, mask=loaded, other=0.0)
-        v = tl.load(source + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)
-
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAPPED:
-            small = tl.exp2(-tl.abs(scores) * cap_scale)
-            bounded = (1.0 - small) / (1.0 + small)
-            scores = tl.where(scores < 0, -bounded, bounded)
-        visible = keys[None, :] <= positions[:, None]
-        if WINDOWED:
-            visible = visible & (keys[None, :] > positions[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-        top = tl.maximum(peak, tl.max(scores, 1) * scale)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        keep = tl.exp2(peak - base)
-        weights = tl.exp2(tl.fma(scores, scale, -base[:, None])).to(v.dtype)
-        # By a product, whose order of additions does not depend on ROWS, as a reduction's does.
-        masses = tl.dot(weights, ones, masses * keep[:, None], input_precision="ieee")
-        sums = tl.dot(weights, v, sums * keep[:, None], input_precision="ieee")
-        peak = top
-
-    if SPLIT:
-        to = at + last_part
-        tl.store(part_peaks + to, peak, mask=written)
-        tl.store(part_masses + to, tl.max(masses, 1), mask=written)
-        tl.store(
-            part_sums + to[:, None] * HEAD_DIM + dims[None, :],
-            sums,
-            mask=written[:, None] & in_head[None, :],
-        )
+            begin = tl.maximum(first_tile, mine * PART_TILES)
+            stop = tl.minimum(end_tile, (mine + 1) * PART_TILES)
+            for i in range(begin, stop):
+                following = _load_blocks(table, (i + 1) * TILE, start, end, BLOCK_SIZE, TILE)
+                peak, masses, sums = _see_tile(
+                    q, ones, head_pool, blocks, i * TILE, start, end, positions, window,
+                    scale, cap_scale, peak, masses, sums,
+                    NUM_KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, BLOCK_STRIDE,
+                    WINDOWED, CAPPED, TILE,
+                )  # fmt: skip
+                blocks = following
+            _store_part(
+                part_sums, part_peaks, part_masses, at + mine, written,
+                peak, masses, sums, HEAD_DIM, DIM_PAD,
+            )  # fmt: skip
+            next_key = (mine + step) * PART
+            blocks = _load_blocks(table, next_key, start, end, BLOCK_SIZE, TILE)
+        # The barrier orders the program's stores before its arrival, the arrival orders them
+        # before whatever the last comer reads.
+        tl.debug_barrier()
+        counter = counters + tile * tl.num_programs(0) + tl.program_id(0)
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived + 1 == tl.minimum(step, last_part + 1 - first_part):
+            # AHEAD parts are under way at a time, as many as registers hold.
+            AHEAD: tl.constexpr = 4 if ROWS <= 16 else (2 if ROWS <= 32 else 1)
+            for mine in range(first_part, last_part + 1, AHEAD):
+                peak_0, mass_0, sums_0 = _load_part(
+                    part_sums, part_peaks, part_masses, at, written, mine, last_part,
+                    HEAD_DIM, DIM_PAD,
+                )  # fmt: skip
+                if AHEAD >= 2:
+                    peak_1, mass_1, sums_1 = _load_part(
+                        part_sums, part_peaks, part_masses, at, written, mine + 1, last_part,
+                        HEAD_DIM, DIM_PAD,
+                    )  # fmt: skip
+                if AHEAD >= 4:
+                    peak_2, mass_2, sums_2 = _load_part(
+                        part_sums, part_peaks, part_masses, at, written, mine + 2, last_part,
+                        HEAD_DIM, DIM_PAD,
+                    )  # fmt: skip
+                    peak_3, mass_3, sums_3 = _load_part(
+                        part_sums, part_peaks, part_masses, at, written, mine + 3, last_part,
+                        HEAD_DIM, DIM_PAD,
+                    )  # fmt: skip
+                all_peak, all_mass, all_sums = _join(
+                    all_peak, all_mass, all_sums, peak_0, mass_0, sums_0
+                )
+                if AHEAD >= 2:
+                    all_peak, all_mass, all_sums = _join(
+                        all_peak, all_mass, all_sums, peak_1, mass_1, sums_1
+                    )
+                if AHEAD >= 4:
+                    all_peak, all_mass, all_sums = _join(
+                        all_peak, all_mass, all_sums, peak_2, mass_2, sums_2
+                    )
+                    all_peak, all_mass, all_sums = _join(
+                        all_peak, all_mass, all_sums, peak_3, mass_3, sums_3
+                    )
+            tl.store(
+                out + results[:, None] * HEAD_DIM + dims[None, :],
+                _divide(all_mass, all_sums).to(out.dtype.element_ty),
+                mask=written[:, None] & in_head[None, :],
+            )
+            tl.store(counter, 0)  # for the next launch
     else:
+        for i in range(first_tile, end_tile):
+            following = _load_blocks(table, (i + 1) * TILE, start, end, BLOCK_SIZE, TILE)
+            if (i % PART_TILES == 0) & (i > first_tile):  # the part before this one is complete
+                all_peak, all_mass, all_sums = _join(
+                    all_peak, all_mass, all_sums, peak, tl.max(masses, 1), sums
+                )
+                peak = tl.full((ROWS,), float("-inf"), tl.float32)
+                masses = tl.full((ROWS, 16), 0.0, tl.float32)
+                sums = tl.full((ROWS, DIM_PAD), 0.0, tl.float32)
+            peak, masses, sums = _see_tile(
+                q, ones, head_pool, blocks, i * TILE, start, end, positions, window,
+                scale, cap_scale, peak, masses, sums,
+                NUM_KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, BLOCK_STRIDE,
+                WINDOWED, CAPPED, TILE,
+            )  # fmt: skip
+            blocks = following
         all_peak, all_mass, all_sums = _join(
             all_peak, all_mass, all_sums, peak, tl.max(masses, 1), sums
         )
         tl.store(
-            out + (tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :],
+            out + results[:, None] * HEAD_DIM + dims[None, :],
             _divide(all_mass, all_sums).to(out.dtype.element_ty),
             mask=written[:, None] & in_head[None, :],
         )
-
-
-@triton.jit
-def _load_part(  # type: ignore[no-untyped-def]
-    part_sums,
-    part_peaks,
-    part_masses,
-    at,
-    part,
-    last,
-    slots,
-    dims,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    live = slots < tl.where(part <= last, GROUP, 0)
-    to = at + part
-    sums = tl.load(
-        part_sums + to[:, None] * HEAD_DIM + dims[None, :],
-        mask=live[:, None] & (dims < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    peak = tl.load(part_peaks + to, mask=live, other=float("-inf"))
-    mass = tl.load(part_masses + to, mask=live, other=0.0)
-    return peak, mass, sums
-
-
-@triton.jit
-def join_kernel(  # type: ignore[no-untyped-def]
-    part_sums,
-    part_peaks,
-    part_masses,
-    first_tokens,
-    num_queries,
-    first_positions,
-    out,
-    num_parts,
-    window,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Grid (tiles, queries of a tile, KV heads): joins parts that programs have stored."""
-    tile, index, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(num_queries + tile)
-    position = tl.load(first_positions + tile) + index
-    token = (tl.load(first_tokens + tile) + index).to(tl.int64)
-    if index >= count:
-        return
-    first, last = tl.maximum(position + 1 - window, 0) // PART, position // PART
-    slots, dims = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
-    in_group = slots < GROUP
-    heads = token * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + slots
-    at = heads * num_parts
-    peak = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    mass = tl.full((GROUP_PAD,), 0.0, tl.float32)
-    sums = tl.full((GROUP_PAD, DIM_PAD), 0.0, tl.float32)
-    # Four parts are under way at a time; those past the last join as nothing.
-    for part in range(first, last + 1, 4):
-        peak_0, mass_0, sums_0 = _load_part(
-            part_sums, part_peaks, part_masses, at, part, last, slots, dims, GROUP, HEAD_DIM
-        )
-        peak_1, mass_1, sums_1 = _load_part(
-            part_sums, part_peaks, part_masses, at, part + 1, last, slots, dims, GROUP, HEAD_DIM
-        )
-        peak_2, mass_2, sums_2 = _load_part(
-            part_sums, part_peaks, part_masses, at, part + 2, last, slots, dims, GROUP, HEAD_DIM
-        )
-        peak_3, mass_3, sums_3 = _load_part(
-            part_sums, part_peaks, part_masses, at, part + 3, last, slots, dims, GROUP, HEAD_DIM
-        )
-        peak, mass, sums = _join(peak, mass, sums, peak_0, mass_0, sums_0)
-        peak, mass, sums = _join(peak, mass, sums, peak_1, mass_1, sums_1)
-        peak, mass, sums = _join(peak, mass, sums, peak_2, mass_2, sums_2)
-        peak, mass, sums = _join(peak, mass, sums, peak_3, mass_3, sums_3)
-    tl.store(
-        out + heads[:, None] * HEAD_DIM + dims[None, :],
-        _divide(mass, sums).to(out.dtype.element_ty),
-        mask=in_group[:, None] & (dims < HEAD_DIM)[None, :],
-    )

@@ -79,7 +79,7 @@ def test_split_and_joined_bits() -> None:
     rule = LayerRule(scaling=0.4)
     whole, _ = make_case(geometry, [], [row]).run(rule)
     alone = make_case(geometry, [row.cut(1095, 1)], capacity=4)
-    for num_sms in (1, 3, 999):  # one, three and five programs for the five parts
+    for num_sms in (1, 2, 999):  # one program for the nine parts, some, and nine
         out, _ = alone.run(rule, num_sms=num_sms)
         assert torch.equal(out[0, 0], whole[0, 10])
     verified, _ = make_case(geometry, [row.cut(1096, 3)], height=4).run(rule, num_sms=999)
@@ -116,39 +116,50 @@ def test_write_skips_padding() -> None:
 
 
 def test_splitting_rule() -> None:
-    """Small lists are split until about four programs run per multiprocessor, others never."""
+    """Lists too short for the device are split until it holds no more, others never."""
 
-    def programs(capacity: int, parts: int) -> int:
-        return programs_per_tile(capacity=capacity, num_kv_heads=4, num_parts=parts, num_sms=132)
+    def programs(capacity: int, parts: int, resident: int = 3) -> int:
+        return programs_per_tile(
+            capacity=capacity,
+            num_kv_heads=4,
+            num_parts=parts,
+            num_sms=132,
+            resident=resident,
+        )
 
     assert programs(2, 9) == 9
-    assert programs(2, 200) == 66
-    assert programs(65, 9) == 3
-    assert programs(66, 9) == programs(256, 9) == programs(2, 1) == 1
+    assert programs(2, 200) == 49
+    assert programs(32, 9) == 3
+    assert programs(32, 9, resident=1) == programs(49, 9) == 2
+    assert programs(50, 9) == programs(256, 9) == programs(2, 1) == 1
 
 
 def test_cut_rule() -> None:
     """A program has 16 to 128 rows, the fewer the wider its keys, and room for them."""
 
-    def cut(height: int, group: int, head_dim: int, itemsize: int = 2) -> Shape:
+    def cut(
+        height: int, group: int, head_dim: int, itemsize: int = 2, *, alone: bool = False
+    ) -> Shape:
         return shape_of(
             height=height,
             group=group,
             head_dim=head_dim,
             itemsize=itemsize,
-            split=False,
-            alone=False,
+            alone=alone,
         )
 
-    assert cut(16, 7, 128) == (8, 128, 8, 5)
-    assert cut(8, 7, 128) == (8, 64, 4, 3)
-    assert cut(2, 7, 128) == (8, 16, 4, 5)
-    assert cut(2, 1, 64) == (1, 16, 4, 5)
-    assert cut(16, 24, 64) == (8, 128, 8, 5)
-    assert cut(16, 4, 256) == (4, 64, 8, 3)
-    assert cut(16, 4, 256, 4) == (1, 16, 8, 1)
-    alone = shape_of(height=2, group=7, head_dim=128, itemsize=2, split=True, alone=True)
-    assert alone == (8, 16, 4, 7)
+    assert cut(16, 7, 128) == (8, 128, 1, 8, 4)
+    assert cut(8, 7, 128) == (8, 64, 1, 8, 4)
+    assert cut(4, 7, 128) == (8, 32, 2, 8, 4)
+    assert cut(2, 7, 128) == (8, 16, 3, 4, 3)
+    assert cut(2, 7, 128, alone=True) == (8, 16, 1, 8, 3)
+    assert cut(2, 1, 64) == (1, 16, 3, 4, 4)
+    assert cut(16, 24, 64) == (8, 128, 1, 8, 4)
+    assert cut(16, 4, 256) == (4, 64, 1, 8, 2)
+    assert cut(16, 4, 256, 4) == (1, 16, 1, 8, 1)
+    assert cut(2, 7, 128).options == {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
+    assert cut(4, 7, 128).options == {"num_warps": 8, "num_stages": 4, "maxnreg": 128}
+    assert "maxnreg" not in cut(16, 7, 128).options
 
 
 def test_refusals() -> None:
