@@ -26,6 +26,7 @@ from worker.kernels.attention_inputs import (
 )
 from worker.kernels.attention_programs import attend_kernel
 from worker.kernels.kv_write import block_stride, reference_write_kv, write_kv
+from worker.kernels.launch import launch_options
 from worker.model.pool import KVGeometry
 
 MAX_HEAD_DIM = 256
@@ -118,7 +119,7 @@ def shape_of(
     own_bytes = rows * (dim_pad + TILE) * itemsize + _SCRATCH_BYTES + _SHARED_RESERVED
 
     def buffers(programs: int) -> int:
-        return (_SHARED_BYTES // programs - own_bytes) // tile_bytes
+        return int((_SHARED_BYTES // programs - own_bytes) // tile_bytes)
 
     resident = 1 if alone or itemsize == 4 else _RESIDENT.get(rows, 1)
     while resident > 1 and buffers(resident) < 2:
@@ -293,6 +294,7 @@ def _attend(
         SPLIT=split,
         BACKWARDS=tiles.height == LONG_HEIGHT,
         **shape.options,
+        **launch_options(query.device),
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from worker.kernels.launch import begin
+
 
 @triton.jit
 def _join(peak, mass, sums, next_peak, next_mass, next_sums):  # type: ignore[no-untyped-def]
@@ -189,12 +191,14 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     BACKWARDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (KV heads * slices of their group, tiles, programs that share the parts).
 
     A row of the products is (query r // HEADS, head r % HEADS of the slice). Where programs
     share a tile, each stores its parts' states, and whichever stores last joins them all.
     """
+    begin(PDL)
     SLICES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     PART_TILES: tl.constexpr = PART // TILE
     kv_head, head_slice = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
@@ -213,8 +217,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
 
     first_tile, end_tile = start // TILE, (end + TILE - 1) // TILE
     table = tables + row.to(tl.int64) * table_stride
-    begin = tl.maximum(first_tile, part * PART_TILES)
-    blocks = _load_blocks(table, begin * TILE, start, end, BLOCK_SIZE, TILE)
+    next_tile = tl.maximum(first_tile, part * PART_TILES)
+    blocks = _load_blocks(table, next_tile * TILE, start, end, BLOCK_SIZE, TILE)
 
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PAD)
     queries = lanes // HEADS
@@ -247,9 +251,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
             peak = tl.full((ROWS,), float("-inf"), tl.float32)
             masses = tl.full((ROWS, 16), 0.0, tl.float32)
             sums = tl.full((ROWS, DIM_PAD), 0.0, tl.float32)
-            begin = tl.maximum(first_tile, mine * PART_TILES)
             stop = tl.minimum(end_tile, (mine + 1) * PART_TILES)
-            for i in range(begin, stop):
+            for i in range(tl.maximum(first_tile, mine * PART_TILES), stop):
                 following = _load_blocks(table, (i + 1) * TILE, start, end, BLOCK_SIZE, TILE)
                 peak, masses, sums = _see_tile(
                     q, ones, head_pool, blocks, i * TILE, start, end, positions, window,
