@@ -12,6 +12,7 @@ import triton.language as tl
 
 from worker.kernels.noise import gumbel, hash_tokens, log, row_keys
 from worker.kernels.sampling import SampleInputs, SampleScratch, sample_rows
+from worker.kernels.sampling_cut import cut, cut_of_few, key_of_reach, keys_of, weights_of
 from worker.messages import SamplingParams
 from worker.sampling import noise, sampler
 
@@ -128,6 +129,17 @@ def gumbel_and_log(
     return values, logs
 
 
+def cuts(logits: torch.Tensor, p: SamplingParams) -> list[int]:
+    """Where a row of up to 256 logits is cut: by ranks, by a search of keys, by one of logits."""
+    n = len(logits)
+    keys = torch.full((n,), POISON, dtype=torch.int32, device=DEVICE)
+    got = torch.full((3,), POISON, dtype=torch.int32, device=DEVICE)
+    _cut_kernel[(1,)](
+        logits, keys, got, n, logits.max().item(), p.top_k, p.top_p, 256, enable_fp_fusion=False
+    )
+    return got.tolist()
+
+
 def reference_bits(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
     """The 31 bits of worker.sampling.noise, in 64-bit integers cut to 32."""
     key_1, key_2 = noise.keys(seed, position)
@@ -155,3 +167,22 @@ def _gumbel_kernel(bits, values, magnitudes, logs, n, BLOCK: tl.constexpr):
     tl.store(values + i, gumbel(one), mask=i < n)
     x = tl.load(magnitudes + i, mask=i < n, other=1.0)
     tl.store(logs + i, log(x), mask=i < n)
+
+
+@triton.jit
+def _cut_kernel(logits, keys, out, n, top, top_k, top_p, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    own = keys_of(tl.load(logits + i, mask=i < n, other=float("-inf")).to(tl.float32), top, 1.0)
+    tl.store(keys + i, own, mask=i < n)
+    tl.debug_barrier()
+    total = tl.sum(tl.where(i < n, weights_of(own), 0), 0)
+    zero = tl.full((), 0, tl.int32)
+    top_p = tl.full((), 0.0, tl.float32) + top_p
+    top_k = zero + top_k
+    reach = key_of_reach()
+    none = total * 0
+    tl.store(out, cut_of_few(keys, n, top_k, top_p, zero, none, total))
+    ceiling = cut(keys, n, top, 1.0, zero, reach, top_k, top_p, zero, none, total, False)
+    tl.store(out + 1, ceiling)
+    ceiling = cut(logits, n, top, 1.0, zero, reach, top_k, top_p, zero, none, total, True)
+    tl.store(out + 2, ceiling)

@@ -1,9 +1,9 @@
 """From logits to token ids on the device, the semantics being worker.sampling.sample's.
 
-Five kernels: the largest logit of each chunk of tokens; the likely candidates of rows that use
-top_k or top_p; those rows' cut; noise over the chunks that the cut leaves; the choice. Greedy
-rows leave the middle three at once. Weights are added as integers, so their sums have no order,
-and everything else is reduced row by row: neighbours and the number of rows change nothing.
+Three kernels: the largest logits of blocks of tokens; greedy rows' choice, and what top_k and
+top_p cut; noise over what they leave, and the choice. Weights are added as integers, so their
+sums have no order, and everything else is reduced row by row: neighbours and the number of rows
+change nothing.
 """
 
 from __future__ import annotations
@@ -12,26 +12,15 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
-from worker.kernels import sampling_cut as cut
-from worker.kernels.launch import begin, launch_options
-from worker.kernels.noise import gumbel, hash_tokens, row_keys
-from worker.kernels.sampling_cut import (
-    CAPACITY,
-    CHUNK,
-    MAX_VOCAB_SIZE,
-    chunk_maxima,
-    is_sampled,
-    keys_of,
-)
+from worker.kernels.launch import launch_options
+from worker.kernels.sampling_cut import BINS, CAPACITY, CHUNK, CHUNK_BLOCKS, MAX_VOCAB_SIZE
+from worker.kernels.sampling_draw import draw
+from worker.kernels.sampling_scan import FRAME, scan, sort_out
 from worker.messages import SamplingParams
-from worker.sampling import UNUSABLE, sample
+from worker.sampling import sample
 
 _PROGRAMS = 2048  # about what an H200 holds at once; each takes every n-th chunk of its row
-_UNUSABLE = tl.constexpr(UNUSABLE)
-_CHUNK = tl.constexpr(CHUNK)
-_NO_ID = tl.constexpr(2**31 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,29 +42,42 @@ class SampleInputs:
 class SampleScratch:
     """What the kernels leave each other, at addresses that a captured graph keeps."""
 
-    maxima: torch.Tensor  # float32 [max_kept, num_chunks]; +inf where a chunk holds NaN or +inf
+    maxima: torch.Tensor  # float32 [max_kept, num_blocks]; +inf where one holds NaN or +inf
+    sums: torch.Tensor  # float32 [max_kept, num_blocks], weights of a block beside its largest
+    samples: torch.Tensor  # float32 [max_kept, num_blocks], the first logit
+    masses: torch.Tensor  # int64 [max_kept, BINS], weights
+    counts: torch.Tensor  # int32 [max_kept, BINS], tokens, where top_k asks for them
+    frames: torch.Tensor  # float32 [max_kept, FRAME]
+    found: torch.Tensor  # int32 [max_kept], tokens listed
+    near_keys: torch.Tensor  # int32 [max_kept, CAPACITY], of listed tokens, in no order
+    near_ids: torch.Tensor  # int32 [max_kept, CAPACITY]
+    arrivals: torch.Tensor  # int32 [max_kept], programs that have drawn
     scores: torch.Tensor  # float32 [max_kept, num_chunks], the best with noise
-    ids: torch.Tensor  # int32 [max_kept, num_chunks], of the maximum; of sampled rows, of the score
-    counts: torch.Tensor  # int32 [max_kept], candidates found
-    masses: torch.Tensor  # int64 [max_kept], all tokens' weights
-    candidates: torch.Tensor  # int32 [max_kept, CAPACITY], keys in no order
-    ceilings: torch.Tensor  # int32 [max_kept], the largest key that may be drawn
+    ids: torch.Tensor  # int32 [max_kept, num_chunks], of the best score
+    ceilings: torch.Tensor  # int32 [max_kept], the largest key that could be drawn; for tests
 
     @classmethod
     def allocate(cls, max_kept: int, vocab_size: int, device: torch.device) -> SampleScratch:
-        """Scratch of up to `max_kept` rows of logits, about 32 KiB each."""
+        """Scratch of up to `max_kept` rows of logits, about 60 KiB each."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(max_kept, *shape, dtype=dtype, device=device)
 
         num_chunks = triton.cdiv(vocab_size, CHUNK)
+        num_blocks = num_chunks * CHUNK_BLOCKS
         return cls(
-            maxima=empty(num_chunks, dtype=torch.float32),
+            maxima=empty(num_blocks, dtype=torch.float32),
+            sums=empty(num_blocks, dtype=torch.float32),
+            samples=empty(num_blocks, dtype=torch.float32),
+            masses=empty(BINS, dtype=torch.int64),
+            counts=empty(BINS),
+            frames=empty(FRAME, dtype=torch.float32),
+            found=empty(),
+            near_keys=empty(CAPACITY),
+            near_ids=empty(CAPACITY),
+            arrivals=empty(),
             scores=empty(num_chunks, dtype=torch.float32),
             ids=empty(num_chunks),
-            counts=empty(),
-            masses=empty(dtype=torch.int64),
-            candidates=empty(CAPACITY),
             ceilings=empty(),
         )
 
@@ -103,60 +105,51 @@ def sample_rows(
     if not num_kept:
         return
     grid = (num_kept, max(1, min(num_chunks, _PROGRAMS // num_kept)))
-    padded = triton.next_power_of_2(num_chunks)
-    logits_and_stride = (logits, logits.stride(0))
-    rows = (inputs.row_of, inputs.inverse_temperature, inputs.top_k)
-    found = (scratch.counts, scratch.masses, scratch.candidates)
-    early = launch_options(logits.device)
-    sizes = {"NUM_CHUNKS": num_chunks, "PADDED": padded, "enable_fp_fusion": False, **early}
-    _scan[grid](
-        *logits_and_stride,
-        inputs.row_of,
-        scratch.maxima,
-        scratch.ids,
-        scratch.counts,
-        scratch.masses,
+    num_blocks = num_chunks * CHUNK_BLOCKS
+    row = (logits, logits.stride(0), inputs.row_of, inputs.inverse_temperature)
+    cuts = (inputs.top_k, inputs.top_p)
+    statistics = (scratch.maxima, scratch.sums, scratch.samples, scratch.masses, scratch.counts)
+    near = (scratch.near_keys, scratch.near_ids)
+    options = {
+        "NUM_BLOCKS": num_blocks,
+        "enable_fp_fusion": False,
+        **launch_options(logits.device),
+    }
+    scan[grid](*row, *cuts, *statistics, scratch.found, scratch.arrivals, vocab_size, **options)
+    sort_out[grid](
+        *row,
+        *cuts,
+        *statistics,
+        scratch.frames,
+        scratch.found,
+        *near,
+        out,
         vocab_size,
-        NUM_CHUNKS=num_chunks,
-        **early,
+        PADDED=triton.next_power_of_2(num_blocks),
+        num_warps=8,
+        **options,
     )
-    cut.collect[grid](
-        *logits_and_stride,
-        *rows,
-        inputs.top_p,
-        scratch.maxima,
-        *found,
-        vocab_size,
-        MARGIN=cut.MARGIN,
-        **sizes,
-    )
-    cut.find[(num_kept,)](
-        *logits_and_stride,
-        *rows,
-        inputs.top_p,
+    draw[grid](
+        *row,
+        *cuts,
         inputs.min_p,
-        scratch.maxima,
-        *found,
-        scratch.ceilings,
-        vocab_size,
-        num_warps=16,
-        **sizes,
-    )
-    _draw[grid](
-        *logits_and_stride,
-        *rows,
         inputs.positions,
         inputs.seed_low,
         inputs.seed_high,
         scratch.maxima,
-        scratch.ceilings,
+        scratch.masses,
+        scratch.counts,
+        scratch.frames,
+        scratch.found,
+        scratch.arrivals,
+        *near,
         scratch.scores,
         scratch.ids,
+        scratch.ceilings,
+        out,
         vocab_size,
-        **sizes,
-    )
-    _choose[(num_kept,)](
-        *rows, scratch.maxima, scratch.scores, scratch.ids, out, num_warps=1, **sizes
+        PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
+        **options,
     )
 
 
@@ -218,122 +211,5 @@ def _check(
     capacity = min(inputs.row_of.shape[0], inputs.positions.shape[0], out.shape[0])
     if num_kept > min(capacity, scratch.maxima.shape[0]) or not out.is_contiguous():
         raise ValueError(f"{num_kept} rows of logits are more than inputs, scratch or out hold")
-    if scratch.maxima.shape[1] != triton.cdiv(vocab_size, CHUNK):
+    if scratch.scores.shape[1] != triton.cdiv(vocab_size, CHUNK):
         raise ValueError("scratch of another vocabulary size")
-
-
-@triton.jit
-def _scan(  # type: ignore[no-untyped-def]
-    logits,
-    stride,
-    row_of,
-    maxima,
-    ids,
-    counts,
-    masses,
-    vocab_size,
-    NUM_CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Each chunk's largest logit and its lowest id; +inf where it holds NaN or +inf.
-
-    Grid (rows, programs): each program takes every n-th chunk of its row.
-    """
-    begin(PDL)
-    k = tl.program_id(0)
-    if tl.load(row_of + k) < 0:
-        return
-    if tl.program_id(1) == 0:
-        tl.store(counts + k, 0)
-        tl.store(masses + k, 0)
-    source = logits + k.to(tl.int64) * stride
-    for chunk in range(tl.program_id(1), NUM_CHUNKS, tl.num_programs(1)):
-        tokens = chunk * _CHUNK + tl.arange(0, _CHUNK)
-        x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-        x = x.to(tl.float32)
-        x = tl.where(x == x, x, float("inf"))  # NaN alone differs from itself
-        best = tl.max(x, 0)
-        place = k * NUM_CHUNKS + chunk
-        tl.store(maxima + place, best)
-        tl.store(ids + place, tl.min(tl.where(x == best, tokens, _NO_ID), 0))
-
-
-@triton.jit
-def _draw(  # type: ignore[no-untyped-def]
-    logits,
-    stride,
-    row_of,
-    inverse_temperature,
-    top_k,
-    positions,
-    seed_low,
-    seed_high,
-    maxima,
-    ceilings,
-    scores,
-    ids,
-    vocab_size,
-    NUM_CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Each chunk's best score and its lowest id, of sampled rows, among keys up to the ceiling.
-
-    Grid as `_scan`'s. A chunk whose maximum is cut costs nothing.
-    """
-    begin(PDL)
-    k = tl.program_id(0)
-    row = tl.load(row_of + k)
-    if row < 0:
-        return
-    scale = tl.load(inverse_temperature + row)
-    top = tl.max(chunk_maxima(maxima, k, NUM_CHUNKS, PADDED), 0)
-    if is_sampled(scale, tl.load(top_k + row), top):
-        ceiling = tl.load(ceilings + k)
-        position = tl.load(positions + k)
-        key_1, key_2 = row_keys(tl.load(seed_low + row), tl.load(seed_high + row), position)
-        source = logits + k.to(tl.int64) * stride
-        for chunk in range(tl.program_id(1), NUM_CHUNKS, tl.num_programs(1)):
-            place = k * NUM_CHUNKS + chunk
-            if keys_of(tl.load(maxima + place), top, scale) <= ceiling:
-                tokens = chunk * _CHUNK + tl.arange(0, _CHUNK)
-                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                x = x.to(tl.float32)
-                score = (x - top) * scale + gumbel(hash_tokens(tokens, key_1, key_2))
-                score = tl.where(keys_of(x, top, scale) <= ceiling, score, float("-inf"))
-                best = tl.max(score, 0)
-                tl.store(scores + place, best)
-                tl.store(ids + place, tl.min(tl.where(score == best, tokens, _NO_ID), 0))
-            else:
-                tl.store(scores + place, float("-inf"))
-
-
-@triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    row_of,
-    inverse_temperature,
-    top_k,
-    maxima,
-    scores,
-    ids,
-    out,
-    NUM_CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The best chunk's id of each row, the lowest of equals. Grid (rows)."""
-    begin(PDL)
-    k = tl.program_id(0)
-    row = tl.load(row_of + k)
-    if row < 0:
-        return
-    scale = tl.load(inverse_temperature + row)
-    value = chunk_maxima(maxima, k, NUM_CHUNKS, PADDED)
-    top = tl.max(value, 0)
-    if is_sampled(scale, tl.load(top_k + row), top):
-        value = chunk_maxima(scores, k, NUM_CHUNKS, PADDED)
-    i = tl.arange(0, PADDED)
-    chosen = tl.load(ids + k * NUM_CHUNKS + i, mask=i < NUM_CHUNKS, other=_NO_ID)
-    best = tl.min(tl.where(value == tl.max(value, 0), chosen, _NO_ID), 0)
-    usable = (top > float("-inf")) & (top < float("inf"))
-    tl.store(out + k, tl.where(usable, best, _UNUSABLE))

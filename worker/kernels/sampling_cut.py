@@ -1,4 +1,4 @@
-"""Where top_k, top_p and min_p cut a row, on the device: as a key, which grows as logits fall.
+"""Where top_k and top_p cut a row, on the device: as a key, which grows as logits fall.
 
 A token's key is the bits of |z| as int32, z = (logit - largest) * inverse temperature, at most 0.
 Keys order tokens as weights exp(z) do, so a cut is the largest key that stays, ties with it kept.
@@ -9,22 +9,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import begin
-from worker.kernels.noise import REACH, log
+from worker.kernels.noise import REACH
 
-CHUNK = 2048  # tokens whose maximum is kept
-CAPACITY = 8192  # candidates of a row, at most
-_REACH = tl.constexpr(REACH)
-_CHUNK = tl.constexpr(CHUNK)
+BLOCK = 128  # tokens whose maximum is kept
+CHUNK_BLOCKS = 16
+CHUNK = BLOCK * CHUNK_BLOCKS  # tokens whose best score is kept
+BINS = 1024  # by |z|: the first also holds all that is nearer, the last all that is farther
+CAPACITY = 4096  # tokens of a row that may lie at its cut, at most
+MAX_VOCAB_SIZE = 2**18
+_BINS = tl.constexpr(BINS)
 _CAPACITY = tl.constexpr(CAPACITY)
-# Candidates are the tokens down to this far below the mean of the chunks' maxima: some hundreds
-# or thousands of the likeliest, however flat the row. The cut is the same wherever they end.
-MARGIN = 3.0
-_TILE = tl.constexpr(4096)
+_REACH = tl.constexpr(REACH)
+_TILE = tl.constexpr(1024)
+_ROW_TILE = tl.constexpr(2048)
+_RANKED = tl.constexpr(256)  # so few tokens are compared each with each
+_AT_ONCE = tl.constexpr(8)
 _NO_KEY = tl.constexpr(0x7F800000)  # infinity's, whose weight is 0; above every cut
 # Weights are added as multiples of 2**-44, in any order: 2**18 of them do not overflow.
 _UNIT = tl.constexpr(2.0**44)
-MAX_VOCAB_SIZE = 2**18
 
 
 @triton.jit
@@ -34,82 +36,101 @@ def keys_of(logits, top, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def key_of_reach():  # type: ignore[no-untyped-def]
+    """The largest key of a token that can be drawn."""
+    return tl.full((), _REACH, tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def weights_of(keys):  # type: ignore[no-untyped-def]
     """exp(z) in units of 2**-44, int64; keys up to `_NO_KEY`."""
     return (tl.exp(-keys.to(tl.float32, bitcast=True)) * _UNIT).to(tl.int64)
 
 
 @triton.jit
-def chunk_maxima(maxima, k, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row k's, float32 [PADDED], -inf where there is no chunk."""
-    i = tl.arange(0, PADDED)
-    return tl.load(maxima + k * NUM_CHUNKS + i, mask=i < NUM_CHUNKS, other=float("-inf"))
+def bins_of(keys, near, step):  # type: ignore[no-untyped-def]
+    """The bin of each key, which never falls as keys grow; `step` bins per unit begin at `near`."""
+    place = (keys.to(tl.float32, bitcast=True) - near) * step
+    return tl.minimum(tl.maximum(place, 0.0), _BINS - 1.0).to(tl.int32)
 
 
 @triton.jit
-def is_sampled(scale, top_k, top):  # type: ignore[no-untyped-def]
-    """Whether noise decides: neither greedy nor unusable."""
-    return (scale > 0) & (top_k != 1) & (top > float("-inf")) & (top < float("inf"))
+def keys_of_bins(first, last, near, step):  # type: ignore[no-untyped-def]
+    """The least and the largest key, but for some more, of those in bins and within REACH."""
+    low = tl.where(first > 1, near + (first - 1) / step, 0.0)
+    high = tl.where(last < _BINS - 2, near + (last + 2) / step, _REACH)
+    low, high = tl.maximum(low, 0.0), tl.minimum(high, _REACH)
+    return low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def is_searched(top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
-    """Whether a row's cut has to be looked for."""
-    return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0)
+def is_greedy(scale, top_k):  # type: ignore[no-untyped-def]
+    """Whether the largest logit is taken, without noise."""
+    return (scale <= 0) | (top_k == 1)
 
 
 @triton.jit
-def collect(  # type: ignore[no-untyped-def]
-    logits,
-    stride,
-    row_of,
-    inverse_temperature,
-    top_k,
-    top_p,
-    maxima,
-    counts,
-    masses,
-    candidates,
-    vocab_size,
-    NUM_CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    MARGIN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Gather the keys of a searched row's candidates, their number, and the sum of all weights.
+def is_limited(top_k, vocab_size):  # type: ignore[no-untyped-def]
+    """Whether top_k takes part."""
+    return (top_k > 0) & (top_k < vocab_size)
 
-    Grid (rows, programs): each program takes every n-th chunk. Candidates land in any order;
-    what is made of them has none. More than CAPACITY are counted but not kept.
+
+@triton.jit
+def is_listed(top_k, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a limit is so small that all tokens that may stay are listed, not counted in bins."""
+    return (top_k > 0) & (top_k <= NUM_BLOCKS // 4)
+
+
+@triton.jit
+def append(near_keys, near_ids, found, k, keys, tokens, inside):  # type: ignore[no-untyped-def]
+    """Add the tokens `inside` to row k's list, in any order; what does not fit is only counted."""
+    number = tl.sum(inside.to(tl.int32), 0)
+    if number > 0:
+        first = tl.atomic_add(found + k, number, sem="relaxed")
+        places = first + tl.cumsum(inside.to(tl.int32), 0) - 1
+        at = k.to(tl.int64) * _CAPACITY + places
+        fits = inside & (places < _CAPACITY)
+        tl.store(near_keys + at, keys, mask=fits)
+        tl.store(near_ids + at, tokens, mask=fits)
+
+
+@triton.jit
+def goal_of(mass, top_p):  # type: ignore[no-untyped-def]
+    """The weight that a nucleus has to hold, of that of all its row's tokens."""
+    return tl.maximum((mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def edge_of(masses, counts, k, top_k, top_p, near, step, is_far, limit):  # type: ignore[no-untyped-def]
+    """The first and last bin of the cut: those before stay, those behind go.
+
+    Returns:
+        These two, BINS and -1 where nothing is cut within REACH; number and weight of what lies
+        before the first; the weight of all. A top_k of 0 is off.
     """
-    begin(PDL)
-    k = tl.program_id(0)
-    row = tl.load(row_of + k)
-    if row < 0:
-        return
-    scale = tl.load(inverse_temperature + row)
-    most = tl.load(top_k + row)
-    maximum = chunk_maxima(maxima, k, NUM_CHUNKS, PADDED)
-    top = tl.max(maximum, 0)
-    if is_sampled(scale, most, top) & is_searched(most, tl.load(top_p + row), vocab_size):
-        usable = maximum > float("-inf")
-        z = tl.where(usable, (maximum - top) * scale, 0.0)
-        mean = tl.sum(z, 0) / tl.sum(usable.to(tl.float32), 0)
-        window = tl.minimum(-mean + MARGIN, _REACH).to(tl.int32, bitcast=True)
-        source = logits + k.to(tl.int64) * stride
-        into = candidates + k.to(tl.int64) * _CAPACITY
-        mass = tl.zeros((_CHUNK,), tl.int64)
-        for chunk in range(tl.program_id(1), NUM_CHUNKS, tl.num_programs(1)):
-            tokens = chunk * _CHUNK + tl.arange(0, _CHUNK)
-            x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-            keys = keys_of(x.to(tl.float32), top, scale)
-            mass += weights_of(keys)
-            inside = keys <= window
-            num_inside = tl.sum(inside.to(tl.int32), 0)
-            if num_inside > 0:
-                first = tl.atomic_add(counts + k, num_inside)
-                places = first + tl.cumsum(inside.to(tl.int32), 0) - 1
-                tl.store(into + places, keys, mask=inside & (places < _CAPACITY))
-        tl.atomic_add(masses + k, tl.sum(mass, 0))
+    i = tl.arange(0, _BINS)
+    mass = tl.load(masses + k * _BINS + i)
+    held = tl.cumsum(mass, 0)
+    total = tl.sum(mass, 0)
+    number = tl.zeros((_BINS,), tl.int32)
+    left = total
+    last = tl.full((), _BINS - 1, tl.int32)
+    if top_k > 0:
+        number = tl.load(counts + k * _BINS + i)
+        last = tl.sum((tl.cumsum(number, 0) < top_k).to(tl.int32), 0)
+        left = tl.sum(tl.where(i < last, mass, 0), 0)  # at least: the last may stay in part
+    first = last
+    if top_p < 1.0:
+        first = tl.minimum(tl.sum((held < goal_of(left, top_p)).to(tl.int32), 0), last)
+        last = tl.where(top_k > 0, last, first)
+    # Where the last bin begins at REACH, nothing in it is drawn.
+    last = tl.minimum(last, _BINS - 1 - is_far.to(tl.int32))
+    first = tl.where(is_far, first, tl.minimum(first, _BINS - 1))
+    is_cut = (first <= last) & (bins_of(limit, near, step) >= first)
+    base_number = tl.sum(tl.where(i < first, number, 0), 0)
+    base_mass = tl.sum(tl.where(i < first, mass, 0), 0)
+    first = tl.where(first <= last, first, _BINS)
+    return first, tl.where(is_cut, last, -1), base_number, base_mass, total
 
 
 @triton.jit
@@ -117,16 +138,17 @@ def _survey(  # type: ignore[no-untyped-def]
     source, n, top, scale, ceiling, OF_LOGITS: tl.constexpr, WEIGH: tl.constexpr
 ):
     """What keys up to `ceiling` hold (weights, or their number), the largest, the next one."""
-    held = tl.zeros((_TILE,), tl.int64)
-    last = tl.zeros((_TILE,), tl.int32)
-    following = tl.full((_TILE,), _NO_KEY, tl.int32)
-    for start in range(0, n, _TILE):
-        i = start + tl.arange(0, _TILE)
+    TILE: tl.constexpr = _ROW_TILE if OF_LOGITS else _TILE
+    held = tl.zeros((TILE,), tl.int64)
+    last = tl.zeros((TILE,), tl.int32)
+    following = tl.full((TILE,), _NO_KEY, tl.int32)
+    for start in range(0, n, TILE):
+        i = start + tl.arange(0, TILE)
         if OF_LOGITS:
             x = tl.load(source + i, mask=i < n, other=float("-inf"))
             keys = keys_of(x.to(tl.float32), top, scale)
         else:
-            keys = tl.load(source + i, mask=i < n, other=_NO_KEY)
+            keys = tl.load(source + i, mask=i < n, other=_NO_KEY, cache_modifier=".cg")
         inside = keys <= ceiling
         if WEIGH:
             held += tl.where(inside, weights_of(keys), 0)
@@ -139,15 +161,15 @@ def _survey(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _least_ceiling(  # type: ignore[no-untyped-def]
-    source, n, top, scale, highest, goal, OF_LOGITS: tl.constexpr, WEIGH: tl.constexpr
+    source, n, top, scale, lowest, highest, goal, OF_LOGITS: tl.constexpr, WEIGH: tl.constexpr
 ):
-    """The least key up to which keys hold `goal`; `highest` where those up to it do not.
+    """The least key from `lowest` up to which keys hold `goal`; `highest` where none does.
 
     Bisection between keys that occur, so it takes about log2 of the number of distinct ones.
     """
     held, last, following = _survey(source, n, top, scale, highest, OF_LOGITS, WEIGH)
     high = tl.where(held >= goal, last, highest)
-    low = tl.where(held >= goal, 0, highest)
+    low = tl.where(held >= goal, lowest, highest)
     while low < high:
         middle = low + (high - low) // 2
         held, last, following = _survey(source, n, top, scale, middle, OF_LOGITS, WEIGH)
@@ -157,79 +179,59 @@ def _least_ceiling(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _goal_of(mass, top_p):  # type: ignore[no-untyped-def]
-    return tl.maximum((mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
-def _cut(  # type: ignore[no-untyped-def]
-    source, n, top, scale, highest, top_k, top_p, mass, OF_LOGITS: tl.constexpr
+def cut(  # type: ignore[no-untyped-def]
+    source,
+    n,
+    top,
+    scale,
+    lowest,
+    highest,
+    top_k,
+    top_p,
+    base_number,
+    base_mass,
+    total,
+    OF_LOGITS: tl.constexpr,
 ):
-    """The ceiling of top_k (0: off), then of top_p over what that leaves."""
+    """The largest key that stays: of top_k (0: off), then of top_p over what that leaves.
+
+    `source` holds `n` keys, or a whole row's logits, beside what the bases stand for, whose keys
+    are smaller. The cut lies between `lowest` and `highest`, or is the latter.
+    """
     ceiling = highest
-    left = mass
+    left = total
     if top_k > 0:
-        goal = top_k.to(tl.int64)
-        ceiling = _least_ceiling(source, n, top, scale, highest, goal, OF_LOGITS, False)
+        goal = (top_k - base_number).to(tl.int64)
+        ceiling = _least_ceiling(source, n, top, scale, lowest, highest, goal, OF_LOGITS, False)
         left, _last, _next = _survey(source, n, top, scale, ceiling, OF_LOGITS, True)
+        left += base_mass
     if top_p < 1.0:
-        goal = _goal_of(left, top_p)
-        ceiling = _least_ceiling(source, n, top, scale, ceiling, goal, OF_LOGITS, True)
+        goal = goal_of(left, top_p) - base_mass
+        ceiling = _least_ceiling(source, n, top, scale, lowest, ceiling, goal, OF_LOGITS, True)
     return ceiling
 
 
 @triton.jit
-def find(  # type: ignore[no-untyped-def]
-    logits,
-    stride,
-    row_of,
-    inverse_temperature,
-    top_k,
-    top_p,
-    min_p,
-    maxima,
-    counts,
-    masses,
-    candidates,
-    ceilings,
-    vocab_size,
-    NUM_CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Write every sampled row's ceiling: REACH, or what its processors make of it.
-
-    Grid (rows). The candidates suffice where they are all kept and hold what is asked for; else
-    the whole row is searched, with the same result.
-    """
-    begin(PDL)
-    k = tl.program_id(0)
-    row = tl.load(row_of + k)
-    if row < 0:
-        return
-    scale = tl.load(inverse_temperature + row)
-    most = tl.load(top_k + row)
-    top = tl.max(chunk_maxima(maxima, k, NUM_CHUNKS, PADDED), 0)
-    if is_sampled(scale, most, top):
-        share = tl.load(top_p + row)
-        least = tl.load(min_p + row)
-        reach = tl.full((), _REACH, tl.float32)
-        if least > 0:
-            # A normal float32 of at most 1, so that there is a logarithm, of at most 0.
-            reach = tl.minimum(reach, tl.abs(log(tl.minimum(tl.maximum(least, 1e-30), 1.0))))
-        ceiling = tl.full((), _REACH, tl.float32).to(tl.int32, bitcast=True)
-        if is_searched(most, share, vocab_size):
-            most = tl.where(most < vocab_size, tl.maximum(most, 0), 0)
-            found = tl.load(counts + k)
-            mass = tl.load(masses + k)
-            near = candidates + k.to(tl.int64) * _CAPACITY
-            kept = tl.minimum(found, _CAPACITY)
-            held, _last, _next = _survey(near, kept, top, scale, ceiling, False, True)
-            enough = tl.where(most > 0, found >= most, held >= _goal_of(mass, share))
-            if enough & (found <= _CAPACITY):
-                ceiling = _cut(near, kept, top, scale, ceiling, most, share, mass, False)
-            else:
-                source = logits + k.to(tl.int64) * stride
-                ceiling = _cut(source, vocab_size, top, scale, ceiling, most, share, mass, True)
-        ceiling = tl.minimum(ceiling, reach.to(tl.int32, bitcast=True))
-        tl.store(ceilings + k, ceiling)
+def cut_of_few(keys, n, top_k, top_p, base_number, base_mass, total):  # type: ignore[no-untyped-def]
+    """What `cut` gives, for up to _RANKED keys: each token's rank by counting."""
+    i = tl.arange(0, _RANKED)
+    own = tl.load(keys + i, mask=i < n, other=_NO_KEY, cache_modifier=".cg")
+    numbers = tl.zeros((_RANKED, _AT_ONCE), tl.int32)
+    masses = tl.zeros((_RANKED, _AT_ONCE), tl.int64)
+    for start in range(0, n, _AT_ONCE):
+        j = start + tl.arange(0, _AT_ONCE)
+        other = tl.load(keys + j, mask=j < n, other=_NO_KEY, cache_modifier=".cg")
+        is_before = (other[None, :] <= own[:, None]) & (j < n)[None, :]
+        numbers += is_before.to(tl.int32)
+        masses += tl.where(is_before, weights_of(other)[None, :], 0)
+    number = base_number + tl.sum(numbers, 1)
+    mass = base_mass + tl.sum(masses, 1)
+    ceiling = key_of_reach()
+    left = total
+    if top_k > 0:
+        ceiling = tl.min(tl.where((i < n) & (number >= top_k), own, ceiling), 0)
+        left = tl.max(tl.where((i < n) & (own <= ceiling), mass, base_mass), 0)
+    if top_p < 1.0:
+        goal = goal_of(left, top_p)
+        ceiling = tl.min(tl.where((i < n) & (mass >= goal), tl.minimum(own, ceiling), ceiling), 0)
+    return ceiling

@@ -13,6 +13,7 @@ from sample_calls import (
     GRID,
     POISON,
     bits_and_noise,
+    cuts,
     draw,
     gumbel_and_log,
     inputs_of,
@@ -21,9 +22,9 @@ from sample_calls import (
     reference_bits,
 )
 
-from worker.kernels import sampling_cut
 from worker.kernels.noise import REACH, reference_noise
 from worker.kernels.sampling import SampleScratch, reference_sample, sample_rows
+from worker.kernels.sampling_cut import CAPACITY
 from worker.sampling import noise, sampler
 
 
@@ -104,31 +105,25 @@ def test_equals_the_cpu_over_many_chunks() -> None:
         assert draw(some.to(DEVICE), few, at) == sampler.sample(some.float(), few, at)
 
 
-def test_cut_is_the_same_by_candidates_and_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where candidates do not suffice, the whole row's search cuts at the same key."""
-    rows = [params(seed=i, **GRID[i]) for i in (6, 9, 14)]
-    places = list(range(len(rows)))
-    logits = random_logits(len(rows), 5003, seed=6, scale=2.0)
-    inputs = inputs_of(rows, places, places, DEVICE)
-    ceilings, found = [], []
-    for margin in (3.0, -100.0, 25.0):  # usual; hardly a candidate; all of them
-        monkeypatch.setattr(sampling_cut, "MARGIN", margin)
-        scratch = SampleScratch.allocate(len(rows), 5003, DEVICE)
-        out = torch.full((len(rows),), POISON, dtype=torch.int32, device=DEVICE)
-        sample_rows(logits, inputs, scratch, out, vocab_size=5003)
-        ceilings.append(scratch.ceilings.tolist())
-        found.append(scratch.counts.sum().item())
-    assert ceilings[0] == ceilings[1] == ceilings[2]
-    assert found[1] < found[0] < found[2]
+def test_cut_is_the_same_in_three_ways() -> None:
+    """Ranks, a search among keys and one among logits cut at the same key, that of the CPU."""
+    for seed, (top_k, top_p) in enumerate([(0, 0.9), (5, 1.0), (40, 0.7), (300, 0.999999)]):
+        logits = random_logits(1, 200, seed=seed, scale=2.0)[0]
+        p = params(top_k=top_k, top_p=top_p)
+        got = cuts(logits, p)
+        z = (logits.float() - logits.float().max()).cpu().numpy()
+        kept = sampler._kept(z, p)
+        assert kept is not None
+        assert got == [int(np.abs(z[kept]).max().view(np.int32))] * 3
 
 
-def test_more_candidates_than_fit() -> None:
-    """A flat row has more candidates than the buffer: ids are the CPU's, nothing else is hit."""
-    cases = [{"top_k": 9000}, {"top_p": 0.9}]
-    rows = [params(seed=i, **case) for i, case in enumerate(cases)]
-    logits = random_logits(len(rows), 10_000, seed=7, scale=0.3)
+def test_more_tokens_at_the_cut_than_the_list_holds() -> None:
+    """Thousands that tie at the cut overflow the list: ids are the CPU's, nothing else is hit."""
+    rows = [params(seed=i, **case) for i, case in enumerate([{"top_k": 2}, {"top_p": 0.9}])]
+    logits = torch.full((len(rows), CAPACITY + 900), -3.0, device=DEVICE)
+    logits[:, [7, 4500]] = torch.tensor([0.0, -3.5], device=DEVICE)
     positions = [5, 6]
-    assert draw(logits, rows, positions) == sampler.sample(logits.float().cpu(), rows, positions)
+    assert draw(logits, rows, positions) == sampler.sample(logits.cpu(), rows, positions)
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:

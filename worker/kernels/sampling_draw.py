@@ -1,0 +1,209 @@
+"""The last kernel of sampling: noise over the tokens that stay, and the row's choice.
+
+Tokens in the bins of a cut are listed, and the last program of a row to arrive cuts among them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from worker.kernels.launch import begin
+from worker.kernels.noise import gumbel, hash_tokens, log, row_keys
+from worker.kernels.sampling_cut import (
+    BINS,
+    CAPACITY,
+    CHUNK,
+    CHUNK_BLOCKS,
+    append,
+    bins_of,
+    cut,
+    cut_of_few,
+    edge_of,
+    is_greedy,
+    is_limited,
+    is_listed,
+    key_of_reach,
+    keys_of,
+    keys_of_bins,
+)
+from worker.kernels.sampling_scan import FRAME
+
+_BINS = tl.constexpr(BINS)
+_CAPACITY = tl.constexpr(CAPACITY)
+_CHUNK = tl.constexpr(CHUNK)
+_CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
+_FRAME = tl.constexpr(FRAME)
+_TILE = tl.constexpr(256)
+_NO_ID = tl.constexpr(2**31 - 1)
+_NO_KEY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _limit_of(min_p):  # type: ignore[no-untyped-def]
+    """The largest key that REACH and min_p let be drawn."""
+    limit = key_of_reach()
+    if min_p > 0:
+        # A normal float32 of at most 1, so that there is a logarithm, of at most 0.
+        least = tl.abs(log(tl.minimum(tl.maximum(min_p, 1e-30), 1.0)))
+        limit = tl.minimum(limit, least.to(tl.int32, bitcast=True))
+    return limit
+
+
+@triton.jit
+def _better(score, tokens, best, best_id):  # type: ignore[no-untyped-def]
+    """The best of scores and of `best`, and the lowest id that has it."""
+    most = tl.maximum(tl.max(score, 0), best)
+    lowest = tl.min(tl.where(score == most, tokens, _NO_ID), 0)
+    return most, tl.where(best == most, tl.minimum(lowest, best_id), lowest)
+
+
+@triton.jit
+def draw(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    row_of,
+    inverse_temperature,
+    top_k,
+    top_p,
+    min_p,
+    positions,
+    seed_low,
+    seed_high,
+    maxima,
+    masses,
+    counts,
+    frames,
+    found,
+    arrivals,
+    near_keys,
+    near_ids,
+    scores,
+    ids,
+    ceilings,
+    out,
+    vocab_size,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose for sampled rows: the best score, the lowest id of equals.
+
+    Grid (rows, programs): each program takes every n-th chunk; one without tokens that may stay
+    costs nothing. Listed rows take one program.
+    """
+    begin(PDL)
+    k = tl.program_id(0)
+    row = tl.load(row_of + k)
+    if row < 0:
+        return
+    scale = tl.load(inverse_temperature + row)
+    most = tl.load(top_k + row)
+    top = tl.load(frames + k * _FRAME)
+    is_list = is_listed(most, NUM_BLOCKS) & is_limited(most, vocab_size)
+    is_sampled = (is_greedy(scale, most) == 0) & (top > float("-inf")) & (top < float("inf"))
+    if (is_sampled == 0) | (is_list & (tl.program_id(1) > 0)):
+        return
+    most = tl.where(is_limited(most, vocab_size), most, 0)
+    share = tl.load(top_p + row)
+    limit = _limit_of(tl.load(min_p + row))
+    position = tl.load(positions + k)
+    key_1, key_2 = row_keys(tl.load(seed_low + row), tl.load(seed_high + row), position)
+    source = logits + k.to(tl.int64) * stride
+    num_chunks = NUM_BLOCKS // _CHUNK_BLOCKS
+    base_number = tl.full((), 0, tl.int32)
+    base_mass = tl.full((), 0, tl.int64)
+    total = tl.full((), 0, tl.int64)
+    lowest = tl.full((), 0, tl.int32)
+    highest = key_of_reach()
+    arrived = tl.num_programs(1) - 1
+    if is_list == 0:
+        first = tl.full((), _BINS, tl.int32)
+        last = tl.full((), -1, tl.int32)
+        near = tl.full((), 0.0, tl.float32)
+        step = tl.full((), 1.0, tl.float32)
+        if (most > 0) | (share < 1.0):
+            near = tl.load(frames + k * _FRAME + 1)
+            step = tl.load(frames + k * _FRAME + 2)
+            is_far = tl.load(frames + k * _FRAME + 3) > 0
+            first, last, base_number, base_mass, total = edge_of(
+                masses, counts, k, most, share, near, step, is_far, limit
+            )
+            lowest, highest = keys_of_bins(first, last, near, step)
+        for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+            blocks = chunk * _CHUNK_BLOCKS + tl.arange(0, _CHUNK_BLOCKS)
+            nearest = keys_of(tl.max(tl.load(maxima + k * NUM_BLOCKS + blocks), 0), top, scale)
+            nearest_bin = bins_of(nearest, near, step)
+            place = k * num_chunks + chunk
+            if ((nearest <= limit) & (nearest_bin < first)) | (nearest_bin <= last):
+                tokens = chunk * _CHUNK + tl.arange(0, _CHUNK)
+                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
+                keys = keys_of(x.to(tl.float32), top, scale)
+                bins = bins_of(keys, near, step)
+                noise = gumbel(hash_tokens(tokens, key_1, key_2))
+                score = noise - keys.to(tl.float32, bitcast=True)
+                score = tl.where((keys <= limit) & (bins < first), score, float("-inf"))
+                best = tl.max(score, 0)
+                tl.store(scores + place, best)
+                tl.store(ids + place, tl.min(tl.where(score == best, tokens, _NO_ID), 0))
+                if last >= 0:
+                    at_cut = (bins >= first) & (bins <= last) & (keys <= key_of_reach())
+                    append(near_keys, near_ids, found, k, keys, tokens, at_cut)
+            else:
+                tl.store(scores + place, float("-inf"))
+        # The barrier orders the program's stores before its arrival, the arrival orders them
+        # before whatever the last comer reads.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + k, 1, sem="acq_rel", scope="gpu")
+    if arrived == tl.num_programs(1) - 1:
+        best = tl.full((), float("-inf"), tl.float32)
+        best_id = tl.full((), _NO_ID, tl.int32)
+        if is_list == 0:
+            i = tl.arange(0, PADDED_CHUNKS)
+            at = k * num_chunks + i
+            score = tl.load(
+                scores + at, mask=i < num_chunks, other=float("-inf"), cache_modifier=".cg"
+            )
+            chosen = tl.load(ids + at, mask=i < num_chunks, other=_NO_ID, cache_modifier=".cg")
+            # A chunk of which nothing stays has no id.
+            chosen = tl.where(score > float("-inf"), chosen, _NO_ID)
+            best, best_id = _better(score, chosen, best, best_id)
+        n = tl.load(found + k, cache_modifier=".cg")
+        ceiling = limit
+        if n > 0:
+            own_keys = near_keys + k.to(tl.int64) * _CAPACITY
+            own_ids = near_ids + k.to(tl.int64) * _CAPACITY
+            if n <= _CAPACITY:
+                if n <= _TILE:
+                    ceiling = cut_of_few(own_keys, n, most, share, base_number, base_mass, total)
+                else:
+                    ceiling = cut(
+                        own_keys, n, top, scale, lowest, highest,
+                        most, share, base_number, base_mass, total, False,
+                    )  # fmt: skip
+                ceiling = tl.minimum(ceiling, limit)
+                for start in range(0, n, _TILE):
+                    i = start + tl.arange(0, _TILE)
+                    keys = tl.load(own_keys + i, mask=i < n, other=_NO_KEY, cache_modifier=".cg")
+                    tokens = tl.load(own_ids + i, mask=i < n, other=0, cache_modifier=".cg")
+                    noise = gumbel(hash_tokens(tokens, key_1, key_2))
+                    score = noise - keys.to(tl.float32, bitcast=True)
+                    score = tl.where(keys <= ceiling, score, float("-inf"))
+                    best, best_id = _better(score, tokens, best, best_id)
+            else:
+                # More tokens at the cut than the list holds: the whole row, by one program.
+                ceiling = cut(
+                    source, vocab_size, top, scale, lowest, highest,
+                    most, share, 0, 0, total, True,
+                )  # fmt: skip
+                ceiling = tl.minimum(ceiling, limit)
+                for start in range(0, vocab_size, _CHUNK):
+                    tokens = start + tl.arange(0, _CHUNK)
+                    x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
+                    keys = keys_of(x.to(tl.float32), top, scale)
+                    noise = gumbel(hash_tokens(tokens, key_1, key_2))
+                    score = noise - keys.to(tl.float32, bitcast=True)
+                    score = tl.where(keys <= ceiling, score, float("-inf"))
+                    best, best_id = _better(score, tokens, best, best_id)
+        tl.store(out + k, best_id)
+        tl.store(ceilings + k, ceiling)
