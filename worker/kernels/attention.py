@@ -34,12 +34,6 @@ NO_WINDOW = 1 << 30  # more keys than any context has
 _LOG2_E = math.log2(math.e)
 _QUERY_BYTES = 128 * 128 * 2  # of one program, so that its sums fit its registers
 
-# How a device is filled; none of it changes a bit. Measured best on an H200.
-_RESIDENT = {16: 3, 32: 2}  # programs of a multiprocessor by rows, where it holds them; else 1
-_FEW_WARPS = 16  # most rows that take 4 warps rather than 8, if others run beside them
-_MOST_STAGES = 4
-_FILLED = 1.5  # programs for each multiprocessor that are not worth splitting
-
 _SHARED_BYTES = 228 * 1024  # of a multiprocessor
 _SHARED_RESERVED = 1024  # of each program
 _SCRATCH_BYTES = 2048  # of a program's reductions
@@ -59,6 +53,19 @@ class LayerRule:
             raise ModelRefused(
                 "its attention needs a scaling above 0, and no negative window or softcap"
             )
+
+
+class Filling(NamedTuple):
+    """How a device is filled with programs; none of it changes a bit."""
+
+    resident: tuple[tuple[int, int], ...] = ((16, 3), (32, 2))  # of a multiprocessor, by rows
+    few_warps: int = 16  # most rows that take 4 warps rather than 8, if others run beside them
+    alone_warps: int = 8  # of programs that have a multiprocessor to themselves
+    most_stages: int = 4
+    filled: float = 1.5  # programs for each multiprocessor that are not worth splitting
+
+
+FILLING = Filling()
 
 
 class Shape(NamedTuple):
@@ -94,7 +101,7 @@ def programs_per_tile(
     the device holds no more programs at once, of which it holds `resident` in each.
     """
     programs = capacity * num_kv_heads
-    if num_parts == 1 or programs >= _FILLED * num_sms:
+    if num_parts == 1 or programs >= FILLING.filled * num_sms:
         return 1
     return min(num_parts, max(2, resident * num_sms // programs))
 
@@ -121,13 +128,17 @@ def shape_of(
     def buffers(programs: int) -> int:
         return int((_SHARED_BYTES // programs - own_bytes) // tile_bytes)
 
-    resident = 1 if alone or itemsize == 4 else _RESIDENT.get(rows, 1)
+    resident = 1 if alone or itemsize == 4 else dict(FILLING.resident).get(rows, 1)
     while resident > 1 and buffers(resident) < 2:
         resident -= 1
-    warps = 4 if rows <= _FEW_WARPS and dim_pad < 256 and not alone else 8
+    warps = FILLING.alone_warps if alone else 4
+    if rows > FILLING.few_warps or dim_pad >= 256:
+        warps = 8
     # Products of 64 rows or more read shared memory while the next tile arrives, in one more.
     stages = buffers(resident) + (rows < 64 and itemsize < 4)
-    most = PART // TILE + 1 if alone else _MOST_STAGES  # a part's tiles, all on their way at once
+    most = (
+        PART // TILE + 1 if alone else FILLING.most_stages
+    )  # a part's tiles, all on their way at once
     return Shape(heads, rows, resident, warps, max(1, min(most, stages)))
 
 
