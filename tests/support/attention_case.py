@@ -57,7 +57,7 @@ class Case:
     geometry: KVGeometry
 
     def run(
-        self, rule: LayerRule, *, num_sms: int = 1, reference: bool = False
+        self, rule: LayerRule, *, num_sms: int = 0, reference: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention returns, NaN before it was written, and the pool it left."""
         memory = self.memory.clone()
@@ -229,7 +229,7 @@ def make_case(
     )
 
 
-def check(case: Case, rule: LayerRule, *, num_sms: int = 1, tolerance: float = 3e-6) -> None:
+def check(case: Case, rule: LayerRule, *, num_sms: int = 0, tolerance: float = 3e-6) -> None:
     """Tokens in tiles are the reference's, others untouched, and the pool is as it left it."""
     out, memory = case.run(rule, num_sms=num_sms)
     expected, expected_memory = case.run(rule, num_sms=num_sms, reference=True)

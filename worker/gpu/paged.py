@@ -12,7 +12,7 @@ from worker.kernels.attention import (
     partial_floats,
     programs_per_tile,
 )
-from worker.kernels.attention_inputs import AttentionInputs, num_parts
+from worker.kernels.attention_inputs import SHORT_HEIGHTS, AttentionInputs, num_parts
 from worker.kernels.rope_write import rope_write
 from worker.model.pool import KVCache, KVGeometry
 
@@ -35,13 +35,17 @@ class PagedAttention:
         sizes = [
             size
             for size in (2, *buckets.products)
-            if programs_per_tile(
-                capacity=min(size, max_rows),
-                num_kv_heads=geometry.num_kv_heads,
-                num_parts=parts,
-                num_sms=self.num_sms,
+            if any(
+                programs_per_tile(
+                    capacity=min(size, max_rows),
+                    num_kv_heads=geometry.num_kv_heads,
+                    num_parts=parts,
+                    num_sms=self.num_sms,
+                    height=height,
+                )
+                > 1
+                for height in SHORT_HEIGHTS
             )
-            > 1
         ]
         needed = [
             partial_floats(

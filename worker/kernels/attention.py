@@ -62,7 +62,7 @@ class Filling(NamedTuple):
     few_warps: int = 16  # most rows that take 4 warps rather than 8, if others run beside them
     alone_warps: int = 8  # of programs that have a multiprocessor to themselves
     most_stages: int = 4
-    filled: float = 1.5  # programs for each multiprocessor that are not worth splitting
+    aim: float = 1.0  # programs that splitting makes, of those that the device holds
 
 
 FILLING = Filling()
@@ -93,17 +93,31 @@ def partial_floats(*, max_tokens: int, num_heads: int, head_dim: int, num_parts:
 
 
 def programs_per_tile(
-    *, capacity: int, num_kv_heads: int, num_parts: int, num_sms: int, resident: int = 1
+    *,
+    capacity: int,
+    num_kv_heads: int,
+    num_parts: int,
+    num_sms: int,
+    height: int = 2,
+    resident: int = 3,
 ) -> int:
     """Programs that share the parts of one tile and KV head; 1 does not split.
 
-    A rule of the bucket, never of its data: lists that leave multiprocessors idle are split until
-    the device holds no more programs at once, of which it holds `resident` in each.
+    A rule of the bucket, never of its data: lists are split while the device still holds all
+    programs at once.
+
+    Args:
+        capacity: Of the list. Tiles of 4 and 8 are taken to be full: their lists have room for
+            one a token, and programs of no tile end at once.
+        num_kv_heads: Of the model.
+        num_parts: Of the longest context.
+        num_sms: Multiprocessors of the device.
+        height: Of the list's tiles.
+        resident: Programs that a multiprocessor holds.
     """
-    programs = capacity * num_kv_heads
-    if num_parts == 1 or programs >= FILLING.filled * num_sms:
-        return 1
-    return min(num_parts, max(2, resident * num_sms // programs))
+    tiles = -(-capacity // height) if 2 < height < LONG_HEIGHT else capacity
+    held = int(FILLING.aim * resident * num_sms)
+    return max(1, min(num_parts, held // (tiles * num_kv_heads)))
 
 
 def shape_of(
@@ -249,6 +263,7 @@ def _attend(
         num_kv_heads=kv_heads,
         num_parts=parts,
         num_sms=num_sms,
+        height=tiles.height,
         resident=shape.resident,
     )
     needed = partial_floats(

@@ -11,8 +11,8 @@ from worker.kernels.attention import LayerRule, Shape, programs_per_tile, shape_
 from worker.kernels.kv_write import write_kv
 from worker.model.pool import KVCache
 
-# Few multiprocessors never split, many always do.
-SMS = pytest.mark.parametrize("num_sms", [1, 999], ids=["joined", "split"])
+# No multiprocessors never split, many always do.
+SMS = pytest.mark.parametrize("num_sms", [0, 999], ids=["joined", "split"])
 
 
 @SMS
@@ -79,7 +79,7 @@ def test_split_and_joined_bits() -> None:
     rule = LayerRule(scaling=0.4)
     whole, _ = make_case(geometry, [], [row]).run(rule)
     alone = make_case(geometry, [row.cut(1095, 1)], capacity=4)
-    for num_sms in (1, 2, 999):  # one program for the nine parts, some, and nine
+    for num_sms in (0, 4, 999):  # one program for the nine parts, three, and nine
         out, _ = alone.run(rule, num_sms=num_sms)
         assert torch.equal(out[0, 0], whole[0, 10])
     verified, _ = make_case(geometry, [row.cut(1096, 3)], height=4).run(rule, num_sms=999)
@@ -116,21 +116,24 @@ def test_write_skips_padding() -> None:
 
 
 def test_splitting_rule() -> None:
-    """Lists too short for the device are split until it holds no more, others never."""
+    """Lists are split while the device holds all programs at once; taller tiles are full."""
 
-    def programs(capacity: int, parts: int, resident: int = 3) -> int:
+    def programs(capacity: int, parts: int, *, height: int = 2, resident: int = 3) -> int:
         return programs_per_tile(
             capacity=capacity,
             num_kv_heads=4,
             num_parts=parts,
             num_sms=132,
+            height=height,
             resident=resident,
         )
 
     assert programs(2, 9) == 9
     assert programs(2, 200) == 49
     assert programs(32, 9) == 3
-    assert programs(32, 9, resident=1) == programs(49, 9) == 2
+    assert programs(32, 9, resident=1) == 1
+    assert programs(49, 9) == programs(128, 9, height=4, resident=2) == 2
+    assert programs(49, 9, height=16) == 2
     assert programs(50, 9) == programs(256, 9) == programs(2, 1) == 1
 
 

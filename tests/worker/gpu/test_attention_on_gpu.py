@@ -17,8 +17,8 @@ DEVICE = "cuda"
 MAX_LENGTH = 2048
 PLAIN = LayerRule(scaling=128**-0.5)
 FIELDS = ("rows", "first_tokens", "num_queries", "first_positions")
-JOINED, SPLIT = 1, 10_000  # multiprocessors that never split, and that always do
-CROWDED = 6  # that split two tiles among more programs than they are
+JOINED, SPLIT = 0, 10_000  # multiprocessors that never split, and that always do
+CROWDED = 8  # that split two tiles among more programs than they are
 
 
 def bfloat16(num_heads: int, num_kv_heads: int, head_dim: int) -> KVGeometry:
