@@ -20,7 +20,9 @@ from worker.kernels.sampling_scan import FRAME, scan, sort_out
 from worker.messages import SamplingParams
 from worker.sampling import sample
 
-_PROGRAMS = 2048  # about what an H200 holds at once; each takes every n-th chunk of its row
+_SCANNING = 2048  # programs, about what an H200 holds at once
+_DRAWING = 1024  # of the other kernels, whose programs hold more and begin slowly
+_MAX_PROGRAMS = 128  # of a row: 2**18 tokens are so many chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,13 @@ class SampleScratch:
     masses: torch.Tensor  # int64 [max_kept, BINS], weights
     counts: torch.Tensor  # int32 [max_kept, BINS], tokens, where top_k asks for them
     frames: torch.Tensor  # float32 [max_kept, FRAME]
+    picked: torch.Tensor  # int32 [max_kept, num_blocks], blocks that are looked at
     found: torch.Tensor  # int32 [max_kept], tokens listed
     near_keys: torch.Tensor  # int32 [max_kept, CAPACITY], of listed tokens, in no order
     near_ids: torch.Tensor  # int32 [max_kept, CAPACITY]
     arrivals: torch.Tensor  # int32 [max_kept], programs that have drawn
-    scores: torch.Tensor  # float32 [max_kept, num_chunks], the best with noise
-    ids: torch.Tensor  # int32 [max_kept, num_chunks], of the best score
+    scores: torch.Tensor  # float32 [max_kept, _MAX_PROGRAMS], the best with noise
+    ids: torch.Tensor  # int32 [max_kept, _MAX_PROGRAMS], of the best score
     ceilings: torch.Tensor  # int32 [max_kept], the largest key that could be drawn; for tests
 
     @classmethod
@@ -63,8 +66,7 @@ class SampleScratch:
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(max_kept, *shape, dtype=dtype, device=device)
 
-        num_chunks = triton.cdiv(vocab_size, CHUNK)
-        num_blocks = num_chunks * CHUNK_BLOCKS
+        num_blocks = triton.cdiv(vocab_size, CHUNK) * CHUNK_BLOCKS
         return cls(
             maxima=empty(num_blocks, dtype=torch.float32),
             sums=empty(num_blocks, dtype=torch.float32),
@@ -72,12 +74,13 @@ class SampleScratch:
             masses=empty(BINS, dtype=torch.int64),
             counts=empty(BINS),
             frames=empty(FRAME, dtype=torch.float32),
+            picked=empty(num_blocks),
             found=empty(),
             near_keys=empty(CAPACITY),
             near_ids=empty(CAPACITY),
             arrivals=empty(),
-            scores=empty(num_chunks, dtype=torch.float32),
-            ids=empty(num_chunks),
+            scores=empty(_MAX_PROGRAMS, dtype=torch.float32),
+            ids=empty(_MAX_PROGRAMS),
             ceilings=empty(),
         )
 
@@ -104,8 +107,10 @@ def sample_rows(
     _check(logits, inputs, scratch, out, vocab_size)
     if not num_kept:
         return
-    grid = (num_kept, max(1, min(num_chunks, _PROGRAMS // num_kept)))
+    scanning = (num_kept, max(1, min(num_chunks, _SCANNING // num_kept)))
+    drawing = (num_kept, max(1, min(num_chunks, _DRAWING // num_kept)))
     num_blocks = num_chunks * CHUNK_BLOCKS
+    padded = triton.next_power_of_2(num_blocks)
     row = (logits, logits.stride(0), inputs.row_of, inputs.inverse_temperature)
     cuts = (inputs.top_k, inputs.top_p)
     statistics = (scratch.maxima, scratch.sums, scratch.samples, scratch.masses, scratch.counts)
@@ -115,21 +120,23 @@ def sample_rows(
         "enable_fp_fusion": False,
         **launch_options(logits.device),
     }
-    scan[grid](*row, *cuts, *statistics, scratch.found, scratch.arrivals, vocab_size, **options)
-    sort_out[grid](
+    # Three programs of 256 threads fit a multiprocessor's registers.
+    wide = {"PADDED": padded, "num_warps": 8, "maxnreg": 80}
+    scan[scanning](*row, *cuts, *statistics, scratch.found, scratch.arrivals, vocab_size, **options)
+    sort_out[drawing](
         *row,
         *cuts,
         *statistics,
         scratch.frames,
+        scratch.picked,
         scratch.found,
         *near,
         out,
         vocab_size,
-        PADDED=triton.next_power_of_2(num_blocks),
-        num_warps=8,
+        **wide,
         **options,
     )
-    draw[grid](
+    draw[drawing](
         *row,
         *cuts,
         inputs.min_p,
@@ -140,6 +147,7 @@ def sample_rows(
         scratch.masses,
         scratch.counts,
         scratch.frames,
+        scratch.picked,
         scratch.found,
         scratch.arrivals,
         *near,
@@ -148,7 +156,8 @@ def sample_rows(
         scratch.ceilings,
         out,
         vocab_size,
-        PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
+        MAX_PROGRAMS=_MAX_PROGRAMS,
+        **wide,
         **options,
     )
 
@@ -211,5 +220,5 @@ def _check(
     capacity = min(inputs.row_of.shape[0], inputs.positions.shape[0], out.shape[0])
     if num_kept > min(capacity, scratch.maxima.shape[0]) or not out.is_contiguous():
         raise ValueError(f"{num_kept} rows of logits are more than inputs, scratch or out hold")
-    if scratch.scores.shape[1] != triton.cdiv(vocab_size, CHUNK):
+    if scratch.maxima.shape[1] != triton.cdiv(vocab_size, CHUNK) * CHUNK_BLOCKS:
         raise ValueError("scratch of another vocabulary size")

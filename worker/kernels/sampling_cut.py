@@ -13,10 +13,12 @@ from worker.kernels.noise import REACH
 
 BLOCK = 128  # tokens whose maximum is kept
 CHUNK_BLOCKS = 16
-CHUNK = BLOCK * CHUNK_BLOCKS  # tokens whose best score is kept
+CHUNK = BLOCK * CHUNK_BLOCKS  # tokens that are looked at together
 BINS = 1024  # by |z|: the first also holds all that is nearer, the last all that is farther
 CAPACITY = 4096  # tokens of a row that may lie at its cut, at most
 MAX_VOCAB_SIZE = 2**18
+_BLOCK = tl.constexpr(BLOCK)
+_CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
 _BINS = tl.constexpr(BINS)
 _CAPACITY = tl.constexpr(CAPACITY)
 _REACH = tl.constexpr(REACH)
@@ -82,16 +84,33 @@ def is_listed(top_k, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def pick(picked, k, wanted, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """List row k's wanted blocks, in order, and return their number.
+
+    All programs of a row write the same list, so that each may read it at once.
+    """
+    places = k * NUM_BLOCKS + tl.cumsum(wanted.to(tl.int32), 0) - 1
+    tl.store(picked + places, tl.arange(0, PADDED), mask=wanted)
+    tl.debug_barrier()
+    return tl.sum(wanted.to(tl.int32), 0)
+
+
+@triton.jit
+def tokens_of(picked, k, tile, number, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ids [CHUNK_BLOCKS, BLOCK] of a tile of the picked blocks; past all of them where none is."""
+    i = tile * _CHUNK_BLOCKS + tl.arange(0, _CHUNK_BLOCKS)
+    blocks = tl.load(picked + k * NUM_BLOCKS + i, mask=i < number, other=1 << 20)
+    return blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+
+
+@triton.jit
 def append(near_keys, near_ids, found, k, keys, tokens, inside):  # type: ignore[no-untyped-def]
     """Add the tokens `inside` to row k's list, in any order; what does not fit is only counted."""
-    number = tl.sum(inside.to(tl.int32), 0)
-    if number > 0:
-        first = tl.atomic_add(found + k, number, sem="relaxed")
-        places = first + tl.cumsum(inside.to(tl.int32), 0) - 1
-        at = k.to(tl.int64) * _CAPACITY + places
-        fits = inside & (places < _CAPACITY)
-        tl.store(near_keys + at, keys, mask=fits)
-        tl.store(near_ids + at, tokens, mask=fits)
+    places = tl.atomic_add(found + k + tokens * 0, 1, mask=inside, sem="relaxed")
+    fits = inside & (places < _CAPACITY)
+    at = k.to(tl.int64) * _CAPACITY + places
+    tl.store(near_keys + at, keys, mask=fits)
+    tl.store(near_ids + at, tokens, mask=fits)
 
 
 @triton.jit

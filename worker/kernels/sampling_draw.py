@@ -12,6 +12,7 @@ from worker.kernels.launch import begin
 from worker.kernels.noise import gumbel, hash_tokens, log, row_keys
 from worker.kernels.sampling_cut import (
     BINS,
+    BLOCK,
     CAPACITY,
     CHUNK,
     CHUNK_BLOCKS,
@@ -26,10 +27,13 @@ from worker.kernels.sampling_cut import (
     key_of_reach,
     keys_of,
     keys_of_bins,
+    pick,
+    tokens_of,
 )
 from worker.kernels.sampling_scan import FRAME
 
 _BINS = tl.constexpr(BINS)
+_BLOCK = tl.constexpr(BLOCK)
 _CAPACITY = tl.constexpr(CAPACITY)
 _CHUNK = tl.constexpr(CHUNK)
 _CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
@@ -74,6 +78,7 @@ def draw(  # type: ignore[no-untyped-def]
     masses,
     counts,
     frames,
+    picked,
     found,
     arrivals,
     near_keys,
@@ -84,13 +89,14 @@ def draw(  # type: ignore[no-untyped-def]
     out,
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
-    PADDED_CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose for sampled rows: the best score, the lowest id of equals.
 
-    Grid (rows, programs): each program takes every n-th chunk; one without tokens that may stay
-    costs nothing. Listed rows take one program.
+    Grid (rows, programs): each program takes every n-th tile of the blocks of which a token may
+    stay. Listed rows take one program.
     """
     begin(PDL)
     k = tl.program_id(0)
@@ -110,7 +116,6 @@ def draw(  # type: ignore[no-untyped-def]
     position = tl.load(positions + k)
     key_1, key_2 = row_keys(tl.load(seed_low + row), tl.load(seed_high + row), position)
     source = logits + k.to(tl.int64) * stride
-    num_chunks = NUM_BLOCKS // _CHUNK_BLOCKS
     base_number = tl.full((), 0, tl.int32)
     base_mass = tl.full((), 0, tl.int64)
     total = tl.full((), 0, tl.int64)
@@ -130,27 +135,33 @@ def draw(  # type: ignore[no-untyped-def]
                 masses, counts, k, most, share, near, step, is_far, limit
             )
             lowest, highest = keys_of_bins(first, last, near, step)
-        for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
-            blocks = chunk * _CHUNK_BLOCKS + tl.arange(0, _CHUNK_BLOCKS)
-            nearest = keys_of(tl.max(tl.load(maxima + k * NUM_BLOCKS + blocks), 0), top, scale)
-            nearest_bin = bins_of(nearest, near, step)
-            place = k * num_chunks + chunk
-            if ((nearest <= limit) & (nearest_bin < first)) | (nearest_bin <= last):
-                tokens = chunk * _CHUNK + tl.arange(0, _CHUNK)
-                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                keys = keys_of(x.to(tl.float32), top, scale)
-                bins = bins_of(keys, near, step)
-                noise = gumbel(hash_tokens(tokens, key_1, key_2))
-                score = noise - keys.to(tl.float32, bitcast=True)
-                score = tl.where((keys <= limit) & (bins < first), score, float("-inf"))
-                best = tl.max(score, 0)
-                tl.store(scores + place, best)
-                tl.store(ids + place, tl.min(tl.where(score == best, tokens, _NO_ID), 0))
-                if last >= 0:
-                    at_cut = (bins >= first) & (bins <= last) & (keys <= key_of_reach())
-                    append(near_keys, near_ids, found, k, keys, tokens, at_cut)
-            else:
-                tl.store(scores + place, float("-inf"))
+        i = tl.arange(0, PADDED)
+        maximum = tl.load(maxima + k * NUM_BLOCKS + i, mask=i < NUM_BLOCKS, other=float("-inf"))
+        nearest = keys_of(maximum, top, scale)
+        nearest_bin = bins_of(nearest, near, step)
+        wanted = ((nearest <= limit) & (nearest_bin < first)) | (nearest_bin <= last)
+        number = pick(picked, k, wanted & (i < NUM_BLOCKS), NUM_BLOCKS, PADDED)
+        own_best = tl.full((_CHUNK_BLOCKS, _BLOCK), float("-inf"), tl.float32)
+        own_id = tl.full((_CHUNK_BLOCKS, _BLOCK), _NO_ID, tl.int32)
+        for tile in range(tl.program_id(1), tl.cdiv(number, _CHUNK_BLOCKS), tl.num_programs(1)):
+            tokens = tokens_of(picked, k, tile, number, NUM_BLOCKS)
+            x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
+            keys = keys_of(x.to(tl.float32), top, scale)
+            bins = bins_of(keys, near, step)
+            noise = gumbel(hash_tokens(tokens, key_1, key_2))
+            score = noise - keys.to(tl.float32, bitcast=True)
+            score = tl.where((keys <= limit) & (bins < first), score, float("-inf"))
+            # Ids rise from tile to tile, so the first of equals is the lowest.
+            own_id = tl.where(score > own_best, tokens, own_id)
+            own_best = tl.maximum(score, own_best)
+            if last >= 0:
+                at_cut = (bins >= first) & (bins <= last) & (keys <= key_of_reach())
+                append(near_keys, near_ids, found, k, keys, tokens, at_cut)
+        score = tl.max(tl.max(own_best, 1), 0)
+        at = k * MAX_PROGRAMS + tl.program_id(1)
+        tl.store(scores + at, score)
+        chosen = tl.where(own_best == score, own_id, _NO_ID)
+        tl.store(ids + at, tl.min(tl.min(chosen, 1), 0))
         # The barrier orders the program's stores before its arrival, the arrival orders them
         # before whatever the last comer reads.
         tl.debug_barrier()
@@ -159,14 +170,11 @@ def draw(  # type: ignore[no-untyped-def]
         best = tl.full((), float("-inf"), tl.float32)
         best_id = tl.full((), _NO_ID, tl.int32)
         if is_list == 0:
-            i = tl.arange(0, PADDED_CHUNKS)
-            at = k * num_chunks + i
-            score = tl.load(
-                scores + at, mask=i < num_chunks, other=float("-inf"), cache_modifier=".cg"
-            )
-            chosen = tl.load(ids + at, mask=i < num_chunks, other=_NO_ID, cache_modifier=".cg")
-            # A chunk of which nothing stays has no id.
-            chosen = tl.where(score > float("-inf"), chosen, _NO_ID)
+            i = tl.arange(0, MAX_PROGRAMS)
+            at = k * MAX_PROGRAMS + i
+            there = i < tl.num_programs(1)
+            score = tl.load(scores + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            chosen = tl.load(ids + at, mask=there, other=_NO_ID, cache_modifier=".cg")
             best, best_id = _better(score, chosen, best, best_id)
         n = tl.load(found + k, cache_modifier=".cg")
         ceiling = limit

@@ -14,7 +14,6 @@ from worker.kernels.noise import REACH
 from worker.kernels.sampling_cut import (
     BINS,
     BLOCK,
-    CHUNK,
     CHUNK_BLOCKS,
     append,
     bins_of,
@@ -22,6 +21,8 @@ from worker.kernels.sampling_cut import (
     is_limited,
     is_listed,
     keys_of,
+    pick,
+    tokens_of,
     weights_of,
 )
 from worker.sampling import UNUSABLE
@@ -30,11 +31,11 @@ FRAME = 4  # largest logit, nearest |z| of the bins, bins per unit, whether the 
 _REACH = tl.constexpr(REACH)
 _BINS = tl.constexpr(BINS)
 _BLOCK = tl.constexpr(BLOCK)
-_CHUNK = tl.constexpr(CHUNK)
 _CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
 _FRAME = tl.constexpr(FRAME)
 _UNUSABLE = tl.constexpr(UNUSABLE)
 _NO_ID = tl.constexpr(2**31 - 1)
+_NO_KEY = tl.constexpr(0x7F800000)
 _STEPS = tl.constexpr(11)  # of bisection, to a hundredth in |z|
 
 
@@ -155,6 +156,7 @@ def sort_out(  # type: ignore[no-untyped-def]
     masses,
     counts,
     frames,
+    picked,
     found,
     near_keys,
     near_ids,
@@ -166,7 +168,7 @@ def sort_out(  # type: ignore[no-untyped-def]
 ):
     """Choose for greedy and unusable rows; list or add up what top_k and top_p cut.
 
-    Grid as `scan`'s. Sums are of integers, and what is made of lists has no order.
+    Grid (rows, programs). Sums are of integers, and what is made of lists has no order.
     """
     begin(PDL)
     k = tl.program_id(0)
@@ -214,31 +216,32 @@ def sort_out(  # type: ignore[no-untyped-def]
                 tl.store(frames + k * _FRAME + 3, (far >= _REACH).to(tl.float32))
             is_list = is_listed(most, NUM_BLOCKS)
             end = far.to(tl.int32, bitcast=True)
-            front = tl.zeros((_CHUNK,), tl.int64)
-            rest = tl.zeros((_CHUNK,), tl.int64)
+            # Behind a top_k's end nothing matters; of a nucleus all weights do.
+            mattering = tl.where(is_top_k, end, _NO_KEY)
+            wanted = (keys_of(maximum, top, scale) <= mattering) & (maximum > float("-inf"))
+            number = pick(picked, k, wanted, NUM_BLOCKS, PADDED)
+            front = tl.zeros((_CHUNK_BLOCKS, _BLOCK), tl.int64)
+            rest = tl.zeros((_CHUNK_BLOCKS, _BLOCK), tl.int64)
             front_number = tl.zeros((), tl.int32)
-            for chunk in range(tl.program_id(1), NUM_BLOCKS // _CHUNK_BLOCKS, tl.num_programs(1)):
-                blocks = chunk * _CHUNK_BLOCKS + tl.arange(0, _CHUNK_BLOCKS)
-                highest = tl.max(tl.load(maxima + k * NUM_BLOCKS + blocks), 0)
-                # Behind a top_k's end nothing matters; of a nucleus all weights do.
-                if (keys_of(highest, top, scale) <= end) | (is_top_k == 0):
-                    tokens = chunk * _CHUNK + tl.arange(0, _CHUNK)
-                    x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                    keys = keys_of(x.to(tl.float32), top, scale)
-                    if is_list:
-                        append(near_keys, near_ids, found, k, keys, tokens, keys <= end)
-                    else:
-                        bins = bins_of(keys, near, step)
-                        weights = weights_of(keys)
-                        front += tl.where(bins == 0, weights, 0)
-                        rest += tl.where(bins == _BINS - 1, weights, 0)
-                        inside = (bins > 0) & (bins < _BINS - 1)
-                        places = k * _BINS + bins
-                        tl.atomic_add(masses + places, weights, mask=inside, sem="relaxed")
-                        if is_top_k:
-                            front_number += tl.sum((bins == 0).to(tl.int32), 0)
-                            tl.atomic_add(counts + places, 1, mask=inside, sem="relaxed")
+            for tile in range(tl.program_id(1), tl.cdiv(number, _CHUNK_BLOCKS), tl.num_programs(1)):
+                tokens = tokens_of(picked, k, tile, number, NUM_BLOCKS)
+                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
+                keys = keys_of(x.to(tl.float32), top, scale)
+                if is_list:
+                    append(near_keys, near_ids, found, k, keys, tokens, keys <= end)
+                else:
+                    bins = bins_of(keys, near, step)
+                    weights = weights_of(keys)
+                    front += tl.where(bins == 0, weights, 0)
+                    rest += tl.where(bins == _BINS - 1, weights, 0)
+                    inside = (bins > 0) & (bins < _BINS - 1)
+                    places = k * _BINS + bins
+                    tl.atomic_add(masses + places, weights, mask=inside, sem="relaxed")
+                    if is_top_k:
+                        front_number += tl.sum(tl.sum((bins == 0).to(tl.int32), 1), 0)
+                        tl.atomic_add(counts + places, 1, mask=inside, sem="relaxed")
             if is_list == 0:
-                tl.atomic_add(masses + k * _BINS, tl.sum(front, 0), sem="relaxed")
-                tl.atomic_add(masses + k * _BINS + _BINS - 1, tl.sum(rest, 0), sem="relaxed")
+                first = masses + k * _BINS
+                tl.atomic_add(first, tl.sum(tl.sum(front, 1), 0), sem="relaxed")
+                tl.atomic_add(first + _BINS - 1, tl.sum(tl.sum(rest, 1), 0), sem="relaxed")
                 tl.atomic_add(counts + k * _BINS, front_number, sem="relaxed")

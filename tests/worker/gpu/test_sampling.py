@@ -153,7 +153,7 @@ def test_unusable_rows(value: float) -> None:
 
 def test_masked_tokens_are_never_drawn() -> None:
     """Tokens at -inf are never chosen, even where top_k asks for more than are left."""
-    rows = [params(seed=i, **case) for i, case in enumerate(GRID)]
+    rows = [params(seed=i, **case) for i, case in enumerate(GRID[::2])]
     logits = torch.full((len(rows), 320), -math.inf, device=DEVICE)
     logits[:, 7], logits[:, 300] = 1.0, 0.5
     positions = list(range(len(rows)))
@@ -176,7 +176,7 @@ def test_huge_logits_do_not_overflow() -> None:
 
 def test_padding_of_the_vocabulary_and_of_rows() -> None:
     """Logits past the vocabulary are never read, padding rows never written, strides any."""
-    rows = [params(seed=i, **case) for i, case in enumerate(GRID)]
+    rows = [params(seed=i, **case) for i, case in enumerate(GRID[1::2])]
     n = len(rows)
     logits = random_logits(n, 320, seed=9, scale=2.0)
     want = draw(logits, rows, list(range(n)))
@@ -193,7 +193,7 @@ def test_rows_stand_alone() -> None:
     rows = [params(seed=i, **GRID[i]) for i in (0, 1, 9, 14)]
     n = len(rows)
     positions = [11 * i for i in range(n)]
-    logits = random_logits(n, 4500, seed=10, scale=2.0)
+    logits = random_logits(n, 2100, seed=10, scale=2.0)
     together = draw(logits, rows, positions)
     for i in range(n):
         assert draw(logits[i : i + 1], [rows[i]], [positions[i]]) == [together[i]]
