@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from worker.gpu.inputs import InputBuffers
-from worker.kernels import attention, attention_inputs
-from worker.kernels.attention import Filling, LayerRule
+from worker.kernels import attention, attention_filling, attention_inputs
+from worker.kernels.attention import LayerRule
+from worker.kernels.attention_filling import Filling
 from worker.kernels.attention_inputs import LONG_HEIGHT
 from worker.model.pool import KVCache, KVGeometry
 
@@ -33,8 +34,8 @@ class Setting:
 
     def use(self) -> None:
         """Let kernels that are launched from now on be of this setting."""
-        attention.FILLING = self.filling
-        for module in (attention_inputs, attention):
+        attention_filling.FILLING = self.filling
+        for module in (attention_inputs, attention_filling, attention):
             vars(module).update(PART=self.part, TILE=self.tile)
 
 

@@ -234,6 +234,7 @@ def check(case: Case, rule: LayerRule, *, num_sms: int = 0, tolerance: float = 3
     out, memory = case.run(rule, num_sms=num_sms)
     expected, expected_memory = case.run(rule, num_sms=num_sms, reference=True)
     assert torch.equal(memory, expected_memory)
+    assert not case.inputs.counters.any()
     num_tokens = out.shape[1] - 2
     assert out.is_contiguous()
     assert out[0, num_tokens:].isnan().all()

@@ -10,8 +10,8 @@ from worker.kernels.attention import (
     attend,
     paged_attention,
     partial_floats,
-    programs_per_tile,
 )
+from worker.kernels.attention_filling import programs_per_tile
 from worker.kernels.attention_inputs import SHORT_HEIGHTS, AttentionInputs, num_parts
 from worker.kernels.rope_write import rope_write
 from worker.model.pool import KVCache, KVGeometry

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 
 from nightjar.errors import ModelRefused
+from worker.kernels.attention_filling import programs_per_tile, shape_of
 from worker.kernels.attention_inputs import (
     LONG_HEIGHT,
     PART,
@@ -32,12 +32,6 @@ from worker.model.pool import KVGeometry
 MAX_HEAD_DIM = 256
 NO_WINDOW = 1 << 30  # more keys than any context has
 _LOG2_E = math.log2(math.e)
-_QUERY_BYTES = 128 * 128 * 2  # of one program, so that its sums fit its registers
-
-_SHARED_BYTES = 228 * 1024  # of a multiprocessor
-_SHARED_RESERVED = 1024  # of each program
-_SCRATCH_BYTES = 2048  # of a program's reductions
-_REGISTERS = 1 << 16  # of a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,105 +49,9 @@ class LayerRule:
             )
 
 
-class Filling(NamedTuple):
-    """How a device is filled with programs; none of it changes a bit."""
-
-    resident: tuple[tuple[int, int], ...] = ((16, 3), (32, 2))  # of a multiprocessor, by rows
-    few_warps: int = 16  # most rows that take 4 warps rather than 8, if others run beside them
-    alone_warps: int = 8  # of programs that have a multiprocessor to themselves
-    most_stages: int = 4
-    aim: float = 1.0  # programs that splitting makes, of those that the device holds
-
-
-FILLING = Filling()
-
-
-class Shape(NamedTuple):
-    """How a list's programs are cut; none of it changes a bit."""
-
-    heads: int  # of a KV head's group in one program, a power of two
-    rows: int  # of a program's products, height * heads or 16
-    resident: int  # programs that a multiprocessor holds
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What the kernel is launched with."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
-        if self.resident > 1:
-            registers = _REGISTERS // (self.resident * self.warps * 32)
-            options["maxnreg"] = min(255, registers // 8 * 8)
-        return options
-
-
 def partial_floats(*, max_tokens: int, num_heads: int, head_dim: int, num_parts: int) -> int:
     """Scratch that splitting needs for forwards of up to `max_tokens` tokens, in floats."""
     return max_tokens * num_heads * num_parts * (head_dim + 2)
-
-
-def programs_per_tile(
-    *,
-    capacity: int,
-    num_kv_heads: int,
-    num_parts: int,
-    num_sms: int,
-    height: int = 2,
-    resident: int = 3,
-) -> int:
-    """Programs that share the parts of one tile and KV head; 1 does not split.
-
-    A rule of the bucket, never of its data: lists are split while the device still holds all
-    programs at once.
-
-    Args:
-        capacity: Of the list. Tiles of 4 and 8 are taken to be full: their lists have room for
-            one a token, and programs of no tile end at once.
-        num_kv_heads: Of the model.
-        num_parts: Of the longest context.
-        num_sms: Multiprocessors of the device.
-        height: Of the list's tiles.
-        resident: Programs that a multiprocessor holds.
-    """
-    tiles = -(-capacity // height) if 2 < height < LONG_HEIGHT else capacity
-    held = int(FILLING.aim * resident * num_sms)
-    return max(1, min(num_parts, held // (tiles * num_kv_heads)))
-
-
-def shape_of(
-    *, height: int, group: int, head_dim: int, itemsize: int, alone: bool = False
-) -> Shape:
-    """Choose a list's cut: at most 128 rows, and tiles ahead as shared memory holds them.
-
-    Args:
-        height: Of the list's tiles.
-        group: Heads of a KV head.
-        head_dim: Of the model.
-        itemsize: Bytes of a value; products of 4-byte values take no tensor cores.
-        alone: Whether no multiprocessor gets a second program.
-    """
-    dim_pad: int = triton.next_power_of_2(max(16, head_dim))
-    most_rows = 16 if itemsize == 4 else min(128, _QUERY_BYTES // (dim_pad * itemsize))
-    heads = min(triton.next_power_of_2(group), max(1, most_rows // height))
-    rows = max(16, triton.next_power_of_2(height) * heads)
-    tile_bytes = 2 * TILE * dim_pad * itemsize
-    own_bytes = rows * (dim_pad + TILE) * itemsize + _SCRATCH_BYTES + _SHARED_RESERVED
-
-    def buffers(programs: int) -> int:
-        return int((_SHARED_BYTES // programs - own_bytes) // tile_bytes)
-
-    resident = 1 if alone or itemsize == 4 else dict(FILLING.resident).get(rows, 1)
-    while resident > 1 and buffers(resident) < 2:
-        resident -= 1
-    warps = FILLING.alone_warps if alone else 4
-    if rows > FILLING.few_warps or dim_pad >= 256:
-        warps = 8
-    # Products of 64 rows or more read shared memory while the next tile arrives, in one more.
-    stages = buffers(resident) + (rows < 64 and itemsize < 4)
-    most = (
-        PART // TILE + 1 if alone else FILLING.most_stages
-    )  # a part's tiles, all on their way at once
-    return Shape(heads, rows, resident, warps, max(1, min(most, stages)))
 
 
 def paged_attention(

@@ -7,7 +7,8 @@ import torch
 from attention_case import LAYER, NAN, check, make_case, make_geometry, random_row
 
 from nightjar.errors import ModelRefused
-from worker.kernels.attention import LayerRule, Shape, programs_per_tile, shape_of
+from worker.kernels.attention import LayerRule
+from worker.kernels.attention_filling import Shape, programs_per_tile, shape_of
 from worker.kernels.kv_write import write_kv
 from worker.model.pool import KVCache
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from attention_case import LAYER, Case, check, make_case, make_geometry, random_row
 
-from worker.kernels.attention import LayerRule, paged_attention, programs_per_tile
+from worker.kernels.attention import LayerRule, paged_attention
+from worker.kernels.attention_filling import programs_per_tile
 from worker.kernels.attention_inputs import num_parts
 from worker.model.pool import KVCache, KVGeometry
 
