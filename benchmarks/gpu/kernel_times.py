@@ -45,7 +45,12 @@ SETTINGS = {
     "eight-warps": Setting(filling=Filling(resident=((16, 2), (32, 2)), few_warps=0)),
     "few-32": Setting(filling=Filling(few_warps=32)),
     "few-64": Setting(filling=Filling(resident=((16, 3), (32, 2), (64, 2)), few_warps=64)),
-    "alone-4": Setting(filling=Filling(alone_warps=4)),
+    "rows-64": Setting(
+        filling=Filling(resident=((16, 3), (32, 2), (64, 2)), most_rows=64, few_warps=64)
+    ),
+    "rows-64-wide": Setting(filling=Filling(most_rows=64)),
+    "never-sparse": Setting(filling=Filling(sparse=0.0)),
+    "sparse-1": Setting(filling=Filling(sparse=1.0)),
     "stages-2": Setting(filling=Filling(most_stages=2)),
     "stages-3": Setting(filling=Filling(most_stages=3)),
     "aim-half": Setting(filling=Filling(aim=0.5)),

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from nightjar.errors import ModelRefused
-from worker.kernels.attention_filling import programs_per_tile, shape_of
+from worker.kernels.attention_filling import is_sparse, programs_per_tile, shape_of
 from worker.kernels.attention_inputs import (
     LONG_HEIGHT,
     PART,
@@ -156,6 +156,9 @@ def _attend(
         itemsize=geometry.dtype.itemsize,
     )
     shape = cut()
+    columns = kv_heads * -(-group // shape.heads)
+    if is_sparse(capacity=tiles.capacity, columns=columns, num_sms=num_sms):
+        shape = cut(sparse=True)
     programs = programs_per_tile(
         capacity=tiles.capacity,
         num_kv_heads=kv_heads,
@@ -167,7 +170,6 @@ def _attend(
     needed = partial_floats(
         max_tokens=num_tokens, num_heads=heads, head_dim=head_dim, num_parts=parts
     )
-    columns = kv_heads * -(-group // shape.heads)
     split = (
         programs > 1
         and inputs.partials.numel() >= needed
@@ -179,8 +181,6 @@ def _attend(
     partials = (inputs.partials,) * 3
     if split:
         partials = inputs.partials, inputs.partials[peaks_at:], inputs.partials[masses_at:]
-        if programs * tiles.capacity * columns <= num_sms:
-            shape = cut(alone=True)
     dim_pad = triton.next_power_of_2(max(16, head_dim))
     window = rule.window or NO_WINDOW
     # With a softcap, scores are tanh(x * scaling / softcap), by 2 ** of the doubled argument.

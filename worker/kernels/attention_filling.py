@@ -20,8 +20,9 @@ class Filling(NamedTuple):
     """How a device is filled with programs, chosen for an H200."""
 
     resident: tuple[tuple[int, int], ...] = ((16, 3), (32, 2))  # of a multiprocessor, by rows
-    few_warps: int = 16  # most rows that take 4 warps rather than 8, if others run beside them
-    alone_warps: int = 8  # of programs that have a multiprocessor to themselves
+    most_rows: int = 128  # of one program
+    few_warps: int = 16  # most rows that take 4 warps rather than 8
+    sparse: float = 0.25  # tiles and KV heads for each multiprocessor, below which all take 8
     most_stages: int = 4
     aim: float = 1.0  # programs that splitting makes, of those that the device holds
 
@@ -46,6 +47,11 @@ class Shape(NamedTuple):
             registers = _REGISTERS // (self.resident * self.warps * 32)
             options["maxnreg"] = min(255, registers // 8 * 8)
         return options
+
+
+def is_sparse(*, capacity: int, columns: int, num_sms: int) -> bool:
+    """Whether a list of `capacity` tiles in `columns` programs each is short for the device."""
+    return capacity * columns <= FILLING.sparse * num_sms
 
 
 def programs_per_tile(
@@ -77,19 +83,21 @@ def programs_per_tile(
 
 
 def shape_of(
-    *, height: int, group: int, head_dim: int, itemsize: int, alone: bool = False
+    *, height: int, group: int, head_dim: int, itemsize: int, sparse: bool = False
 ) -> Shape:
-    """Choose a list's cut: at most 128 rows, and tiles ahead as shared memory holds them.
+    """Choose a list's cut: few enough rows, and tiles ahead as shared memory holds them.
 
     Args:
         height: Of the list's tiles.
         group: Heads of a KV head.
         head_dim: Of the model.
         itemsize: Bytes of a value; products of 4-byte values take no tensor cores.
-        alone: Whether no multiprocessor gets a second program.
+        sparse: Whether there are so few tiles that a program's own time counts.
     """
     dim_pad: int = triton.next_power_of_2(max(16, head_dim))
-    most_rows = 16 if itemsize == 4 else min(128, _QUERY_BYTES // (dim_pad * itemsize))
+    most_rows = min(FILLING.most_rows, _QUERY_BYTES // (dim_pad * itemsize))
+    if itemsize == 4:
+        most_rows = 16
     heads = min(triton.next_power_of_2(group), max(1, most_rows // height))
     rows = max(16, triton.next_power_of_2(height) * heads)
     tile_bytes = 2 * TILE * dim_pad * itemsize
@@ -98,15 +106,15 @@ def shape_of(
     def buffers(programs: int) -> int:
         return int((_SHARED_BYTES // programs - own_bytes) // tile_bytes)
 
-    resident = 1 if alone or itemsize == 4 else dict(FILLING.resident).get(rows, 1)
+    resident = 1 if itemsize == 4 else dict(FILLING.resident).get(rows, 1)
+    if sparse:
+        resident = min(resident, 2)
     while resident > 1 and buffers(resident) < 2:
         resident -= 1
-    warps = FILLING.alone_warps if alone else 4
-    if rows > FILLING.few_warps or dim_pad >= 256:
-        warps = 8
+    warps = 8 if sparse or rows > FILLING.few_warps or dim_pad >= 256 else 4
     # Products of 64 rows or more read shared memory while the next tile arrives, in one more.
     stages = buffers(resident) + (rows < 64 and itemsize < 4)
     most = (
-        PART // TILE + 1 if alone else FILLING.most_stages
+        PART // TILE + 1 if sparse else FILLING.most_stages
     )  # a part's tiles, all on their way at once
     return Shape(heads, rows, resident, warps, max(1, min(most, stages)))

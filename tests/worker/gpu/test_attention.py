@@ -8,7 +8,7 @@ from attention_case import LAYER, NAN, check, make_case, make_geometry, random_r
 
 from nightjar.errors import ModelRefused
 from worker.kernels.attention import LayerRule
-from worker.kernels.attention_filling import Shape, programs_per_tile, shape_of
+from worker.kernels.attention_filling import Shape, is_sparse, programs_per_tile, shape_of
 from worker.kernels.kv_write import write_kv
 from worker.model.pool import KVCache
 
@@ -142,21 +142,21 @@ def test_cut_rule() -> None:
     """A program has 16 to 128 rows, the fewer the wider its keys, and room for them."""
 
     def cut(
-        height: int, group: int, head_dim: int, itemsize: int = 2, *, alone: bool = False
+        height: int, group: int, head_dim: int, itemsize: int = 2, *, sparse: bool = False
     ) -> Shape:
         return shape_of(
             height=height,
             group=group,
             head_dim=head_dim,
             itemsize=itemsize,
-            alone=alone,
+            sparse=sparse,
         )
 
     assert cut(16, 7, 128) == (8, 128, 1, 8, 4)
     assert cut(8, 7, 128) == (8, 64, 1, 8, 4)
     assert cut(4, 7, 128) == (8, 32, 2, 8, 4)
     assert cut(2, 7, 128) == (8, 16, 3, 4, 3)
-    assert cut(2, 7, 128, alone=True) == (8, 16, 1, 8, 3)
+    assert cut(2, 7, 128, sparse=True) == (8, 16, 2, 8, 3)
     assert cut(2, 1, 64) == (1, 16, 3, 4, 4)
     assert cut(16, 24, 64) == (8, 128, 1, 8, 4)
     assert cut(16, 4, 256) == (4, 64, 1, 8, 2)
@@ -164,6 +164,8 @@ def test_cut_rule() -> None:
     assert cut(2, 7, 128).options == {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     assert cut(4, 7, 128).options == {"num_warps": 8, "num_stages": 4, "maxnreg": 128}
     assert "maxnreg" not in cut(16, 7, 128).options
+    assert is_sparse(capacity=8, columns=4, num_sms=132)
+    assert not is_sparse(capacity=9, columns=4, num_sms=132)
 
 
 def test_refusals() -> None:

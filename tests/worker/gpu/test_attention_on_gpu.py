@@ -109,7 +109,7 @@ def test_bits(geometry: KVGeometry, window: int) -> None:
         alone = bits(make_case(geometry, [decode], capacity=2, max_length=MAX_LENGTH), 0, num_sms)
         assert alone.isfinite().all()
         batch = make_case(geometry, [decode, *others], capacity=300, max_length=MAX_LENGTH)
-        got = {"batch": bits(batch, 0, num_sms), "batch split": bits(batch, 0, SPLIT)}
+        got = {f"batch, {sms}": bits(batch, 0, sms) for sms in (num_sms, 1000, SPLIT)}
         for height in (4, 8, 16):
             # The token is followed by one or two that it must not see.
             end = length + height // 4
