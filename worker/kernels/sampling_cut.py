@@ -19,6 +19,7 @@ CAPACITY = 4096  # tokens of a row that may lie at its cut, at most
 MAX_VOCAB_SIZE = 2**18
 _BLOCK = tl.constexpr(BLOCK)
 _CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
+_CHUNK = tl.constexpr(CHUNK)
 _BINS = tl.constexpr(BINS)
 _CAPACITY = tl.constexpr(CAPACITY)
 _REACH = tl.constexpr(REACH)
@@ -89,18 +90,20 @@ def pick(picked, k, wanted, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):  # 
 
     All programs of a row write the same list, so that each may read it at once.
     """
-    places = k * NUM_BLOCKS + tl.cumsum(wanted.to(tl.int32), 0) - 1
-    tl.store(picked + places, tl.arange(0, PADDED), mask=wanted)
+    own = picked + k * NUM_BLOCKS
+    count = wanted.to(tl.int32)
+    tl.store(own + tl.cumsum(count, 0) - 1, tl.arange(0, PADDED), mask=wanted)
     tl.debug_barrier()
-    return tl.sum(wanted.to(tl.int32), 0)
+    return tl.sum(count, 0)
 
 
 @triton.jit
 def tokens_of(picked, k, tile, number, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ids [CHUNK_BLOCKS, BLOCK] of a tile of the picked blocks; past all of them where none is."""
-    i = tile * _CHUNK_BLOCKS + tl.arange(0, _CHUNK_BLOCKS)
-    blocks = tl.load(picked + k * NUM_BLOCKS + i, mask=i < number, other=1 << 20)
-    return blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    """Ids [CHUNK] of a tile of the picked blocks; past all of them where none is."""
+    i = tl.arange(0, _CHUNK)
+    at = tile * _CHUNK_BLOCKS + i // _BLOCK
+    blocks = tl.load(picked + k * NUM_BLOCKS + at, mask=at < number, other=1 << 20)
+    return blocks * _BLOCK + i % _BLOCK
 
 
 @triton.jit

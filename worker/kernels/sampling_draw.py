@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 
 from worker.kernels.launch import begin
-from worker.kernels.noise import gumbel, hash_tokens, log, row_keys
+from worker.kernels.noise import REACH, gumbel, hash_tokens, log, row_keys
 from worker.kernels.sampling_cut import (
     BINS,
-    BLOCK,
     CAPACITY,
     CHUNK,
     CHUNK_BLOCKS,
@@ -33,11 +32,11 @@ from worker.kernels.sampling_cut import (
 from worker.kernels.sampling_scan import FRAME
 
 _BINS = tl.constexpr(BINS)
-_BLOCK = tl.constexpr(BLOCK)
 _CAPACITY = tl.constexpr(CAPACITY)
 _CHUNK = tl.constexpr(CHUNK)
 _CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
 _FRAME = tl.constexpr(FRAME)
+_REACH = tl.constexpr(REACH)
 _TILE = tl.constexpr(256)
 _NO_ID = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(0x7F800000)
@@ -130,7 +129,7 @@ def draw(  # type: ignore[no-untyped-def]
         if (most > 0) | (share < 1.0):
             near = tl.load(frames + k * _FRAME + 1)
             step = tl.load(frames + k * _FRAME + 2)
-            is_far = tl.load(frames + k * _FRAME + 3) > 0
+            is_far = tl.load(frames + k * _FRAME + 3) >= _REACH
             first, last, base_number, base_mass, total = edge_of(
                 masses, counts, k, most, share, near, step, is_far, limit
             )
@@ -141,8 +140,8 @@ def draw(  # type: ignore[no-untyped-def]
         nearest_bin = bins_of(nearest, near, step)
         wanted = ((nearest <= limit) & (nearest_bin < first)) | (nearest_bin <= last)
         number = pick(picked, k, wanted & (i < NUM_BLOCKS), NUM_BLOCKS, PADDED)
-        own_best = tl.full((_CHUNK_BLOCKS, _BLOCK), float("-inf"), tl.float32)
-        own_id = tl.full((_CHUNK_BLOCKS, _BLOCK), _NO_ID, tl.int32)
+        own_best = tl.full((_CHUNK,), float("-inf"), tl.float32)
+        own_id = tl.full((_CHUNK,), _NO_ID, tl.int32)
         for tile in range(tl.program_id(1), tl.cdiv(number, _CHUNK_BLOCKS), tl.num_programs(1)):
             tokens = tokens_of(picked, k, tile, number, NUM_BLOCKS)
             x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
@@ -157,11 +156,11 @@ def draw(  # type: ignore[no-untyped-def]
             if last >= 0:
                 at_cut = (bins >= first) & (bins <= last) & (keys <= key_of_reach())
                 append(near_keys, near_ids, found, k, keys, tokens, at_cut)
-        score = tl.max(tl.max(own_best, 1), 0)
+        score = tl.max(own_best, 0)
         at = k * MAX_PROGRAMS + tl.program_id(1)
         tl.store(scores + at, score)
         chosen = tl.where(own_best == score, own_id, _NO_ID)
-        tl.store(ids + at, tl.min(tl.min(chosen, 1), 0))
+        tl.store(ids + at, tl.min(chosen, 0))
         # The barrier orders the program's stores before its arrival, the arrival orders them
         # before whatever the last comer reads.
         tl.debug_barrier()

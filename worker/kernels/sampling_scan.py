@@ -14,6 +14,7 @@ from worker.kernels.noise import REACH
 from worker.kernels.sampling_cut import (
     BINS,
     BLOCK,
+    CHUNK,
     CHUNK_BLOCKS,
     append,
     bins_of,
@@ -27,10 +28,11 @@ from worker.kernels.sampling_cut import (
 )
 from worker.sampling import UNUSABLE
 
-FRAME = 4  # largest logit, nearest |z| of the bins, bins per unit, whether the last ends at REACH
+FRAME = 4  # largest logit, nearest |z| of the bins, bins per unit, |z| where the last begins
 _REACH = tl.constexpr(REACH)
 _BINS = tl.constexpr(BINS)
 _BLOCK = tl.constexpr(BLOCK)
+_CHUNK = tl.constexpr(CHUNK)
 _CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
 _FRAME = tl.constexpr(FRAME)
 _UNUSABLE = tl.constexpr(UNUSABLE)
@@ -210,18 +212,18 @@ def sort_out(  # type: ignore[no-untyped-def]
                     share,
                 )
             step = (_BINS - 1.0) / (far - near)
+            end = far.to(tl.int32, bitcast=True)
             if is_first:
                 tl.store(frames + k * _FRAME + 1, near)
                 tl.store(frames + k * _FRAME + 2, step)
-                tl.store(frames + k * _FRAME + 3, (far >= _REACH).to(tl.float32))
+                tl.store(frames + k * _FRAME + 3, far)
             is_list = is_listed(most, NUM_BLOCKS)
-            end = far.to(tl.int32, bitcast=True)
             # Behind a top_k's end nothing matters; of a nucleus all weights do.
             mattering = tl.where(is_top_k, end, _NO_KEY)
             wanted = (keys_of(maximum, top, scale) <= mattering) & (maximum > float("-inf"))
             number = pick(picked, k, wanted, NUM_BLOCKS, PADDED)
-            front = tl.zeros((_CHUNK_BLOCKS, _BLOCK), tl.int64)
-            rest = tl.zeros((_CHUNK_BLOCKS, _BLOCK), tl.int64)
+            front = tl.zeros((_CHUNK,), tl.int64)
+            rest = tl.zeros((_CHUNK,), tl.int64)
             front_number = tl.zeros((), tl.int32)
             for tile in range(tl.program_id(1), tl.cdiv(number, _CHUNK_BLOCKS), tl.num_programs(1)):
                 tokens = tokens_of(picked, k, tile, number, NUM_BLOCKS)
@@ -238,10 +240,10 @@ def sort_out(  # type: ignore[no-untyped-def]
                     places = k * _BINS + bins
                     tl.atomic_add(masses + places, weights, mask=inside, sem="relaxed")
                     if is_top_k:
-                        front_number += tl.sum(tl.sum((bins == 0).to(tl.int32), 1), 0)
+                        front_number += tl.sum((bins == 0).to(tl.int32), 0)
                         tl.atomic_add(counts + places, 1, mask=inside, sem="relaxed")
             if is_list == 0:
                 first = masses + k * _BINS
-                tl.atomic_add(first, tl.sum(tl.sum(front, 1), 0), sem="relaxed")
-                tl.atomic_add(first + _BINS - 1, tl.sum(tl.sum(rest, 1), 0), sem="relaxed")
+                tl.atomic_add(first, tl.sum(front, 0), sem="relaxed")
+                tl.atomic_add(first + _BINS - 1, tl.sum(rest, 0), sem="relaxed")
                 tl.atomic_add(counts + k * _BINS, front_number, sem="relaxed")
