@@ -11,7 +11,7 @@ from worker.kernels.attention import (
     paged_attention,
     partial_floats,
 )
-from worker.kernels.attention_filling import programs_per_tile
+from worker.kernels.attention_filling import programs_per_tile, shape_of
 from worker.kernels.attention_inputs import SHORT_HEIGHTS, AttentionInputs, num_parts
 from worker.kernels.rope_write import rope_write
 from worker.model.pool import KVCache, KVGeometry
@@ -32,6 +32,15 @@ class PagedAttention:
         """Scratch for every forward that is worth splitting, in floats."""
         geometry = self.geometry
         parts = num_parts(table_width, geometry.block_size)
+        resident = {
+            height: shape_of(
+                height=height,
+                group=geometry.num_heads // geometry.num_kv_heads,
+                head_dim=geometry.head_dim,
+                itemsize=geometry.dtype.itemsize,
+            ).resident
+            for height in SHORT_HEIGHTS
+        }
         sizes = [
             size
             for size in (2, *buckets.products)
@@ -42,6 +51,7 @@ class PagedAttention:
                     num_parts=parts,
                     num_sms=self.num_sms,
                     height=height,
+                    resident=resident[height],
                 )
                 > 1
                 for height in SHORT_HEIGHTS
