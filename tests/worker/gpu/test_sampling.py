@@ -81,7 +81,7 @@ def check_against_the_cpu(vocab_size: int, scale: float, repeats: int) -> None:
     assert sampler.sample(logits.float().cpu(), rows, positions) == want
 
 
-@pytest.mark.parametrize(("vocab_size", "scale"), [(320, 0.02), (1001, 1.0), (320, 6.0)])
+@pytest.mark.parametrize(("vocab_size", "scale"), [(320, 0.02), (1001, 2.0)])
 def test_equals_the_cpu(vocab_size: int, scale: float) -> None:
     """All processors, mixed in one call, on logits with many ties: the CPU sampler's ids."""
     check_against_the_cpu(vocab_size, scale, 1)
@@ -138,7 +138,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_unusable_rows(value: float) -> None:
     """NaN or +inf anywhere, or nothing but -inf, gives -1; the rows beside it are unharmed."""
-    cases = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}]
+    cases = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}]
     rows = [params(seed=i, **case) for i, case in enumerate(cases) for _ in range(2)]
     logits = random_logits(len(rows), 320, seed=8, scale=1.0)
     positions = list(range(len(rows)))
