@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel is launched while the one before it still runs.
 
-It takes compute capability 9.0. Every kernel so launched calls `begin` before it touches what
+It takes compute capability 9.0, and is off unless `NIGHTJAR_PDL=1` says otherwise. Every kernel so launched calls `begin` before it touches what
 another kernel writes or reads, in every program, also in those that then return: what it waits
 for has waited likewise, so all that came before has ended.
 """
@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SWITCH = "NIGHTJAR_PDL"  # 0 launches each kernel after the last one's end; for debugging
+# 1 turns it on. Measured on an H200 it gains 2 to 4 % of a step from 64 rows on and costs 4 to 10 %
+# below, where products are tiles of our own that launching the next kernel early slows down.
+SWITCH = "NIGHTJAR_PDL"
 _LEAST_CAPABILITY = (9, 0)
 
 
@@ -62,7 +64,7 @@ def launches_early(device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and torch.version.cuda is not None
-        and os.environ.get(SWITCH) != "0"
+        and os.environ.get(SWITCH) == "1"
         and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
     )
 

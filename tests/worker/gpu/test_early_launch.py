@@ -67,7 +67,8 @@ def test_what_was_patched_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("cpu", (9, 0), "1", False),
         ("cuda", (8, 9), "1", False),
-        ("cuda", (9, 0), "0", False),
+        ("cuda", (9, 0), "", False),
+        ("cuda", (8, 0), "1", False),
         ("cuda", (9, 0), "1", True),
         ("cuda", (10, 0), "1", True),
     ],
@@ -79,7 +80,7 @@ def test_who_launches_early(
     early: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A GPU of compute capability 9.0 at least, unless it is switched off."""
+    """A GPU of compute capability 9.0 at least, where it is switched on."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv(SWITCH, switch)
