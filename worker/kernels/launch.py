@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel is launched while the one before it still runs.
 
-It takes compute capability 9.0, and is off unless `NIGHTJAR_PDL=1` says otherwise. Every kernel so launched calls `begin` before it touches what
-another kernel writes or reads, in every program, also in those that then return: what it waits
-for has waited likewise, so all that came before has ended.
+It takes compute capability 9.0, and is off unless `NIGHTJAR_PDL=1` says otherwise. Every kernel
+so launched calls `begin` before it touches what another kernel writes or reads, in every program,
+also in those that then return: what it waits for has waited likewise, so all that came before has
+ended.
 """
 
 from __future__ import annotations
