@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from nightjar.config import at_least, option
 
@@ -22,6 +23,17 @@ class GatewayConfig:
         "addresses of the workers, separated by commas",
         check=lambda given: 0 < len(given) == len(set(given)),
         limit="one address or more, each once",
+    )
+    routing: Literal["least_loaded", "prefix_affinity", "speculation_aware"] = option(
+        "prefix_affinity",
+        "how a worker is chosen: prefix_affinity sends prompts that begin alike to one worker, "
+        "least_loaded spreads them evenly, speculation_aware fills the workers that draft nothing",
+    )
+    routing_load_factor: float = option(
+        1.25,
+        "most requests of a worker, over its share of all, that affinity or filling may lead to",
+        check=lambda given: 1 <= given <= 100,
+        limit="1 to 100",
     )
     probe_interval_ms: int = at_least(10, 200, "milliseconds between two probes of a worker")
     probe_timeout_ms: int = at_least(10, 1000, "milliseconds that a worker has to answer a probe")

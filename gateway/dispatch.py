@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from gateway import router
+from gateway.prompt_beginning import request_facts
 from gateway.registry import Registry, Worker
+from gateway.routing.facts import Policy, RequestFacts
 from gateway.worker_client import WorkerFailed
 from nightjar import log
 from nightjar.errors import InvalidRequest, Unavailable
@@ -20,13 +22,14 @@ MAX_ATTEMPTS = 3
 class Dispatcher:
     """Serves requests of both protocols from the registry's workers."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, policy: Policy) -> None:
         self._registry = registry
+        self._policy = policy
 
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Stream the answer of the least loaded worker; closing the iterator cancels its call.
+        """Stream the answer of the worker that routing chooses; closing it cancels the call.
 
         A worker that is lost, draining or full before it sent a token is replaced by
         another, at most twice. `request.model` is filled in where it was empty.
@@ -39,9 +42,10 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         failure: WorkerFailed | None = None
+        facts = request_facts(request)
         tried: set[str] = set()
         for _ in range(MAX_ATTEMPTS):
-            worker = self._choose(request, tried)
+            worker = self._choose(request, facts, tried)
             if worker is None:
                 break
             validate(request, worker.limits)
@@ -80,7 +84,9 @@ class Dispatcher:
         validate(request)
         raise Unavailable("no worker is ready; try again in a moment")
 
-    def _choose(self, request: pb.GenerateRequest, tried: set[str]) -> Worker | None:
+    def _choose(
+        self, request: pb.GenerateRequest, facts: RequestFacts, tried: set[str]
+    ) -> Worker | None:
         """The worker to use; any ready one if none has the model, for the validator to refuse.
 
         Raises:
@@ -91,7 +97,8 @@ class Dispatcher:
             given = f"unknown model {request.model[:128]!r}" if request.model else "is required"
             raise InvalidRequest("model", f"{given}; this server has {', '.join(models)}")
         model = request.model if request.model in models else ""
-        chosen = router.choose(self._registry.loads(), model=model, excluded=tried)
+        loads = self._registry.loads()
+        chosen = router.choose(self._policy, facts, loads, model=model, excluded=tried)
         return None if chosen is None else self._registry.workers[chosen.address]
 
 

@@ -10,6 +10,7 @@ from gateway.dispatch import Dispatcher
 from gateway.http.app import make_app
 from gateway.http.server import HttpServer, bind
 from gateway.registry import Registry
+from gateway.router import make_policy
 from gateway.server import SERVICE_NAME, GenerationServicer
 from nightjar import config as configuration
 from nightjar import log, rpc
@@ -31,7 +32,8 @@ class Gateway:
         self._config = config
         self._grpc = rpc.Server(config.grpc_listen, [SERVICE_NAME])
         self.registry = Registry(config, self._grpc.set_ready)
-        dispatcher = Dispatcher(self.registry)
+        policy = make_policy(config.routing, config.routing_load_factor)
+        dispatcher = Dispatcher(self.registry, policy)
         app = make_app(dispatcher, self.registry, config.max_body_bytes)
         self._http = HttpServer(app, bind(config.http_listen), config.drain_timeout_s)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(

@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from gateway.config import GatewayConfig
-from gateway.router import WorkerLoad
+from gateway.routing.facts import WorkerLoad
 from gateway.worker_client import WorkerClient, WorkerFailed
 from nightjar import log
 from nightjar.v1 import worker_pb2
 from nightjar.validation import Limits
 
 Status = worker_pb2.GetWorkerStatusResponse
+GAMMA_SMOOTHING = 0.3  # weight of the newest status; policies explore, so one alone misleads
 
 
 def why_not_ready(status: Status, max_progress_age_ms: int) -> str:
@@ -30,6 +31,13 @@ def why_not_ready(status: Status, max_progress_age_ms: int) -> str:
     return ""
 
 
+def smoothed_gamma(before: float | None, status: Status) -> float | None:
+    """The mean gamma of a worker after one more status; None while it runs nothing."""
+    if status.num_running == 0:
+        return None  # its last step was one of a batch that is gone
+    return status.gamma if before is None else before + GAMMA_SMOOTHING * (status.gamma - before)
+
+
 class Worker:
     """One worker: client, last status, and what this gateway sent it since."""
 
@@ -40,6 +48,7 @@ class Worker:
         self.not_ready = "has not answered yet"  # the reason; empty while it is ready
         self.num_failures = 0  # failed probes in a row
         self._num_dispatched = 0
+        self._gamma: float | None = None  # smoothed; None while idle
 
     @property
     def load(self) -> WorkerLoad:
@@ -53,6 +62,10 @@ class Worker:
             num_dispatched=self._num_dispatched,
             num_free_blocks=self.status.num_free_blocks,
             num_total_blocks=self.status.num_total_blocks,
+            max_gamma=self.status.model.max_gamma,
+            gamma=self._gamma,
+            acceptance_rate=self.status.acceptance_rate,
+            planner_connected=self.status.planner_connected,
         )
 
     @property
@@ -84,6 +97,7 @@ class Worker:
                 self._num_dispatched = 0
             return
         self._num_dispatched -= settled
+        self._gamma = smoothed_gamma(self._gamma, self.status)
         self.num_failures = 0
         self.not_ready = why_not_ready(self.status, config.max_progress_age_ms)
 

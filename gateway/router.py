@@ -1,40 +1,46 @@
-"""Choice of a worker: the least loaded of those that are ready. Pure: values in, a name out."""
+"""Choice of a worker by the configured policy. Pure: values in, a worker out."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import Literal
+
+from gateway.routing.facts import Policy, RequestFacts, WorkerLoad
+from gateway.routing.least_loaded import LeastLoaded
+from gateway.routing.prefix_affinity import PrefixAffinity
+from gateway.routing.speculation_aware import SpeculationAware
+
+Routing = Literal["least_loaded", "prefix_affinity", "speculation_aware"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerLoad:
-    """One worker as the gateway sees it now."""
+def make_policy(routing: Routing, load_factor: float) -> Policy:
+    """The policy of that name.
 
-    address: str
-    model: str  # name that requests may use; empty until the worker said it
-    ready: bool
-    num_waiting: int  # by the last status
-    num_running: int  # by the last status
-    num_dispatched: int  # sent less ended by this gateway since the last status; may be negative
-    num_free_blocks: int
-    num_total_blocks: int
-
-    @property
-    def load(self) -> float:
-        """Requests that the worker has, per KV block of its pool."""
-        requests = self.num_waiting + self.num_running + self.num_dispatched
-        return max(requests, 0) / max(self.num_total_blocks, 1)
+    Args:
+        routing: Its name.
+        load_factor: Most requests of a worker over its share of all, at least 1; least_loaded
+            needs none.
+    """
+    if routing == "prefix_affinity":
+        return PrefixAffinity(load_factor)
+    if routing == "speculation_aware":
+        return SpeculationAware(load_factor)
+    return LeastLoaded()
 
 
 def choose(
-    workers: Sequence[WorkerLoad], *, model: str, excluded: Collection[str]
+    policy: Policy,
+    request: RequestFacts,
+    workers: Sequence[WorkerLoad],
+    *,
+    model: str,
+    excluded: Collection[str],
 ) -> WorkerLoad | None:
-    """The least loaded ready worker that serves `model`, or None.
-
-    Equal loads go to the one with more free blocks, then to the lower address, so that
-    the choice depends on the arguments alone.
+    """The policy's choice among the ready workers that serve `model`; None if there are none.
 
     Args:
+        policy: Chooses.
+        request: What the policy may know of the request.
         workers: All workers known.
         model: Name that the request gave; empty fits every worker.
         excluded: Addresses that already failed this request.
@@ -44,4 +50,4 @@ def choose(
         for worker in workers
         if worker.ready and worker.address not in excluded and model in ("", worker.model)
     ]
-    return min(fitting, key=lambda w: (w.load, -w.num_free_blocks, w.address), default=None)
+    return policy.choose(request, fitting) if fitting else None
