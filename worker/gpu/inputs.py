@@ -62,7 +62,8 @@ class InputBuffers:
         self.keep = zeros(max_tokens, dtype=torch.int64)
         self.slots = zeros(max_tokens).fill_(-1)
         self.tables = zeros(max_rows, table_width)
-        self.short_tiles = zeros(4, max_rows)  # rows, first_tokens, num_queries, first_positions
+        # rows, first_tokens, num_queries, first_positions; a draft's forward has two at least
+        self.short_tiles = zeros(4, max(2, max_rows))
         self.long_tiles = zeros(4, max_tokens // LONG_HEIGHT + max_rows)
         self.partials = zeros(num_partial_floats, dtype=torch.float32)
         self.counters = zeros(NUM_COUNTERS)

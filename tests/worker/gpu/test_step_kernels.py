@@ -21,15 +21,19 @@ SIZE, WIDTH, SLOTS = 16, 6, 7
 class Rig:
     """Buffers of a small worker, full of random state."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_slots: int = SLOTS) -> None:
         self.rng = random.Random(seed)
-        self.stage = Stage(max_rows=SLOTS, table_width=WIDTH, device=DEVICE)
-        self.state = RowState.allocate(SLOTS, WIDTH * SIZE + RESULT_WIDTH, DEVICE)
+        self.stage = Stage(max_rows=num_slots, table_width=WIDTH, device=DEVICE)
+        self.state = RowState.allocate(num_slots, WIDTH * SIZE + RESULT_WIDTH, DEVICE)
         generator = torch.Generator().manual_seed(seed)
         shape = self.state.tokens.shape
         self.state.tokens.copy_(torch.randint(1000, shape, generator=generator))
         self.buffers = InputBuffers(
-            max_tokens=96, max_rows=SLOTS, table_width=WIDTH, num_partial_floats=1, device=DEVICE
+            max_tokens=96,
+            max_rows=num_slots,
+            table_width=WIDTH,
+            num_partial_floats=1,
+            device=DEVICE,
         )
         for tensor in (self.buffers.input_ids, self.buffers.slots, self.buffers.short_tiles):
             tensor.fill_(-77)
@@ -40,7 +44,7 @@ class Rig:
         )
         blocks = list(range(100))
         self.rng.shuffle(blocks)
-        self.tables = [[blocks.pop() for _ in range(WIDTH)] for _ in range(SLOTS)]
+        self.tables = [[blocks.pop() for _ in range(WIDTH)] for _ in range(num_slots)]
 
     def stage_rows(self, rows: list[Row]) -> Shape:
         """Send rows, whose tables are the rig's, in order."""
@@ -197,3 +201,27 @@ def test_the_drafts_loop_feeds_two_tokens_then_each_draft_until_a_row_has_its_ow
     ]
     assert drafts == [[100], [101, 201, 301], [102, 0]]
     assert rig.stage.rows.failed.tolist()[:4] == [0, 0, 0, 1]
+
+
+def test_a_worker_of_one_row_drafts_where_its_row_stands() -> None:
+    """Forwards have two rows at least: the one that is nobody's leaves the other's tile alone."""
+    rig = Rig(6, num_slots=1)
+    rig.state.num_tokens[0] = 40
+    host, shape = rig.stage.next_host(), Shape()
+    shape.add(0, 0, 1, -1, num_kept=1, is_short=True)
+    host.tables[0] = rig.tables[0]
+    shape.write(host.header, host.fields, num_drafting=1)
+    host.draft_rows[0], host.draft_gammas[0] = 0, 2
+    rig.stage.send(host, 1)
+    draft = DraftKernels(rig.kernels, rig.buffers, rig.choices)
+    two = rig.buffers.view(4, 2, short_height=2, has_long=False, num_short=2)
+    one = rig.buffers.view(2, 2, short_height=2, has_long=False, num_short=2)
+    draft.first(rig.stage.rows, rig.stage.draft, two)
+    tiles = two.attention.lists[0]
+    assert tiles.num_queries.tolist() == [2, 0]
+    assert (tiles.first_tokens[0], tiles.first_positions[0]) == (0, 38)
+    rig.choices.ids[:2] = torch.tensor([7, 9], dtype=torch.int32, device=DEVICE)
+    draft.next(rig.stage.rows, rig.stage.draft, one)
+    tiles = one.attention.lists[0]
+    assert tiles.num_queries.tolist() == [1, 0]
+    assert (tiles.first_tokens[0], tiles.first_positions[0]) == (0, 40)
