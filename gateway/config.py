@@ -42,4 +42,24 @@ class GatewayConfig:
         100, 10_000, "a worker whose engine made no step for this long is not ready"
     )
     max_body_bytes: int = at_least(1024, 4 * 1024 * 1024, "most bytes of an HTTP request's body")
+    api_keys: str = option(
+        "",
+        "file with a line for each API key, made by `nightjar keygen`; read again when it changes; "
+        "empty asks nobody for a key",
+    )
+    allow_anonymous: bool = option(
+        False, "without --api-keys, listen even where other machines may reach it"
+    )
+    tls_cert: str = option(
+        "", "PEM file of the certificate chain for both protocols; empty speaks without TLS"
+    )
+    tls_key: str = option("", "PEM file of its private key, without a password")
+    tls_client_ca: str = option(
+        "", "PEM file of the authorities whose certificates clients must show (mTLS)"
+    )
+    worker_tls_ca: str = option(
+        "", "PEM file of the authorities that signed the workers' certificates; empty dials plainly"
+    )
+    worker_tls_cert: str = option("", "PEM file of the certificate to show to workers (mTLS)")
+    worker_tls_key: str = option("", "PEM file of its private key, without a password")
     drain_timeout_s: float = at_least(0, 30, "seconds that open requests get at SIGTERM")

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from gateway.access import Access, check_exposure
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
+from gateway.grpc_gate import GrpcGate
 from gateway.http.app import make_app
+from gateway.http.gate import Gate
 from gateway.http.server import HttpServer, bind
+from gateway.keys import KeyFile
 from gateway.registry import Registry
 from gateway.router import make_policy
 from gateway.server import SERVICE_NAME, GenerationServicer
 from nightjar import config as configuration
-from nightjar import log, rpc
+from nightjar import log, rpc, tls
 from nightjar.errors import ConfigError
 from nightjar.v1 import generation_pb2_grpc
+
+KEYS_INTERVAL_S = 1.0
 
 
 class Gateway:
@@ -25,17 +31,32 @@ class Gateway:
         """Bind the HTTP port; nothing runs yet.
 
         Raises:
-            ConfigError: The port is taken, or no worker is configured.
+            ConfigError: The port is taken, no worker is configured, a file of keys or of TLS is
+                wrong, or anybody could call from elsewhere.
         """
         if not config.workers:
             raise ConfigError("--workers: needs the address of one worker or more")
         self._config = config
-        self._grpc = rpc.Server(config.grpc_listen, [SERVICE_NAME])
+        if not config.api_keys and not config.allow_anonymous:
+            listens = {"--grpc-listen": config.grpc_listen, "--http-listen": config.http_listen}
+            check_exposure(listens)
+        self._keys = KeyFile(config.api_keys) if config.api_keys else None
+        self._watch: asyncio.Task[None] | None = None
+        identity = tls.server(config.tls_cert, config.tls_key, config.tls_client_ca)
+        access = Access(self._keys)
+        self._grpc = rpc.Server(
+            config.grpc_listen, [SERVICE_NAME], identity and identity.grpc, [GrpcGate(access)]
+        )
         self.registry = Registry(config, self._grpc.set_ready)
         policy = make_policy(config.routing, config.routing_load_factor)
         dispatcher = Dispatcher(self.registry, policy)
         app = make_app(dispatcher, self.registry, config.max_body_bytes)
-        self._http = HttpServer(app, bind(config.http_listen), config.drain_timeout_s)
+        self._http = HttpServer(
+            Gate(app, access),
+            bind(config.http_listen),
+            config.drain_timeout_s,
+            identity and identity.context,
+        )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationServicer(dispatcher), self._grpc.grpc
         )
@@ -64,12 +85,16 @@ class Gateway:
             raise ConfigError(f"--grpc-listen={listen!r}: cannot bind; is it taken?") from None
         await self._http.start()
         self.registry.start()
+        if self._keys is not None:
+            self._watch = asyncio.create_task(self._keys.watch(KEYS_INTERVAL_S))
 
     async def stop(self) -> None:
         """Drain: not ready, nothing new, open requests get their time, then the rest is cut."""
         await self.registry.drain()
         await asyncio.gather(self._http.stop(), self._grpc.stop(self._config.drain_timeout_s))
         await self.registry.stop()
+        if self._watch is not None:
+            self._watch.cancel()
 
 
 async def serve(config: GatewayConfig) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import grpc
+
 from gateway.config import GatewayConfig
 from gateway.routing.facts import WorkerLoad
 from gateway.worker_client import WorkerClient, WorkerFailed
-from nightjar import log
+from nightjar import log, tls
 from nightjar.v1 import worker_pb2
 from nightjar.validation import Limits
 
@@ -41,9 +43,9 @@ def smoothed_gamma(before: float | None, status: Status) -> float | None:
 class Worker:
     """One worker: client, last status, and what this gateway sent it since."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
         self.address = address
-        self.client = WorkerClient(address)
+        self.client = WorkerClient(address, credentials)
         self.status = Status()
         self.not_ready = "has not answered yet"  # the reason; empty while it is ready
         self.num_failures = 0  # failed probes in a row
@@ -116,7 +118,10 @@ class Registry:
         self._announced = False
         self._draining = False
         self._loops: list[asyncio.Task[None]] = []
-        self.workers = {address: Worker(address) for address in config.workers}
+        credentials = tls.client(
+            "--worker-tls", config.worker_tls_ca, config.worker_tls_cert, config.worker_tls_key
+        )
+        self.workers = {address: Worker(address, credentials) for address in config.workers}
 
     @property
     def ready(self) -> bool:

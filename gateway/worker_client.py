@@ -39,8 +39,8 @@ class WorkerFailed(Exception):
 class WorkerClient:
     """Calls to one worker; the channel connects on first use and again after a loss."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = rpc.dial(address)
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._channel = rpc.dial(address, credentials)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
 

@@ -13,6 +13,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from nightjar import tls
 from nightjar.config import at_least, option, parse
 from nightjar.errors import NightjarError, Unavailable
 from nightjar.v1 import generation_pb2 as pb
@@ -34,6 +35,15 @@ class ChatConfig:
     system: str = option("", "instructions placed before the conversation")
     max_tokens: int = at_least(1, 256, "most tokens of an answer")
     temperature: float = option(0.0, "0 is greedy; checked by the server")
+    api_key: str = option(
+        "",
+        "key to send; better as NIGHTJAR_API_KEY, which others cannot see",
+        check=lambda key: key.isascii() and key.isprintable(),
+        limit="printable ASCII",
+    )
+    tls_ca: str = option("", "PEM file of who signed the gateway's certificate; empty: no TLS")
+    tls_cert: str = option("", "PEM file of a certificate to show (mTLS)")
+    tls_key: str = option("", "PEM file of its private key")
     run_dir: str = option("~/.cache/nightjar/run", "where `nightjar up` notes its addresses")
 
 
@@ -74,7 +84,9 @@ def ask(stub: rpc.GenerationServiceStub, messages: list[pb.ChatMessage], config:
     """
     sampling = pb.SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens)
     request = pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages), sampling=sampling)
-    began, text, call = time.monotonic(), "", stub.Generate(request)
+    began, text = time.monotonic(), ""
+    metadata = (("authorization", f"Bearer {config.api_key}"),) if config.api_key else ()
+    call = stub.Generate(request, metadata=metadata)
     try:
         for response in call:
             text += response.text
@@ -118,8 +130,8 @@ def main(argv: Sequence[str]) -> int:
     """Ask once with --prompt; otherwise hold a conversation, kept until its end."""
     config = parse(ChatConfig, argv, prog="nightjar chat", description=str(__doc__))
     messages = [pb.ChatMessage(role="system", content=config.system)] if config.system else []
-    channel = grpc.insecure_channel(config.gateway or find_gateway(config.run_dir))
-    with channel:
+    credentials = tls.client("--tls", config.tls_ca, config.tls_cert, config.tls_key)
+    with tls.open_channel(config.gateway or find_gateway(config.run_dir), credentials) as channel:
         stub = rpc.GenerationServiceStub(channel)
         if config.prompt:
             ask(stub, [*messages, _user(config.prompt)], config)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nightjar import tls
+
 POLL_S, CALL_TIMEOUT_S = 0.2, 2.0
 
 
@@ -27,11 +29,15 @@ def main(argv: Sequence[str]) -> int:
     """Exit status 0 if all serve, 1 if one does not."""
     parser = argparse.ArgumentParser(prog="nightjar healthcheck", description=__doc__)
     parser.add_argument("address", nargs="+", help="host:port or unix:path of a service")
+    parser.add_argument("--tls-ca", default="", help="PEM file of who signed its certificate")
+    parser.add_argument("--tls-cert", default="", help="PEM file of a certificate to show")
+    parser.add_argument("--tls-key", default="", help="PEM file of that certificate's key")
     parser.add_argument("--wait", type=float, default=0, help="seconds to go on asking [0]")
     arguments = parser.parse_args(argv)
+    credentials = tls.client("--tls", arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     deadline = time.monotonic() + arguments.wait
     for address in arguments.address:
-        with grpc.insecure_channel(address, [("grpc.max_reconnect_backoff_ms", 1000)]) as channel:
+        with tls.open_channel(address, credentials) as channel:
             while not is_serving(channel):
                 if time.monotonic() >= deadline:
                     print(f"nightjar healthcheck: {address} does not serve", file=sys.stderr)

@@ -39,8 +39,10 @@ SERVER_OPTIONS = [
 ]
 
 
-def dial(address: str) -> grpc.aio.Channel:
+def dial(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
     """Open a channel to `host:port` or `unix:path`; it connects on first use."""
+    if credentials is not None:
+        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
@@ -170,11 +172,21 @@ def _check_address(listen: str) -> None:
 class Server:
     """A gRPC server with health, reflection and the error interceptor.
 
-    Health is NOT_SERVING until `set_ready(True)`; `address` is known after `start`.
+    Health is NOT_SERVING until `set_ready(True)`; `address` is known after `start`. With
+    `credentials` it speaks TLS alone; `gates` are interceptors that see a call before any other.
     """
 
-    def __init__(self, listen: str, service_names: Sequence[str]) -> None:
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+    def __init__(
+        self,
+        listen: str,
+        service_names: Sequence[str],
+        credentials: grpc.ServerCredentials | None = None,
+        gates: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self.grpc = grpc.aio.server(
+            interceptors=[*gates, ErrorInterceptor()], options=SERVER_OPTIONS
+        )
+        self._credentials = credentials
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._names = list(service_names)
@@ -191,7 +203,10 @@ class Server:
         """
         _check_address(self._listen)
         try:
-            port = self.grpc.add_insecure_port(self._listen)
+            if self._credentials is not None:
+                port = self.grpc.add_secure_port(self._listen, self._credentials)
+            else:
+                port = self.grpc.add_insecure_port(self._listen)
         except RuntimeError as error:
             raise ConfigError(f"--listen={self._listen!r}: cannot bind; is it taken?") from error
         if not self._listen.startswith("unix:"):

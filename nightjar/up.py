@@ -91,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until a signal, or until the prompt is answered; flags after `--` go to the workers."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     config = parse(UpConfig, argv[:cut], prog="nightjar up", description=str(__doc__))
+    _refuse_tls(argv[cut + 1 :])
     http, grpc = (0, 0) if config.prompt else (8000, 8001)
     given = {
         "gateway_http": config.http_listen or f"127.0.0.1:{http}",
@@ -102,6 +103,16 @@ def main(argv: Sequence[str]) -> int:
         children = system(config, argv[cut + 1 :], run, shm, lock)
         supervisor = Supervisor(children, given, config.stop_timeout_s)
         return asyncio.run(supervisor.run(lambda: _use(supervisor, config, run)))
+
+
+def _refuse_tls(worker_flags: Sequence[str]) -> None:
+    """Its services talk plainly to each other: TLS of one alone would leave it waiting."""
+    given = [flag for flag in worker_flags if flag.startswith("--tls-")]
+    given += [
+        name for name in ("NIGHTJAR_TLS_CERT", "NIGHTJAR_WORKER_TLS_CA") if os.environ.get(name)
+    ]
+    if given:
+        raise ConfigError(f"{given[0]}: `nightjar up` knows no TLS; start each service by itself")
 
 
 async def _use(supervisor: Supervisor, config: UpConfig, run: Path) -> int:

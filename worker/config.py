@@ -87,6 +87,11 @@ class WorkerConfig:
     prefix_cache: bool = option(True, "reuse KV blocks of equal prefixes")
     cache_dir: str = option("", "folder for models and builds; empty is ~/.cache/nightjar")
     shm_dir: str = option("/dev/shm", "folder of the shared-memory pool")  # noqa: S108
+    tls_cert: str = option("", "PEM file of the certificate chain; empty speaks without TLS")
+    tls_key: str = option("", "PEM file of its private key, without a password")
+    tls_client_ca: str = option(
+        "", "PEM file of the authorities whose certificates clients must show (mTLS)"
+    )
     drain_timeout_s: float = at_least(0, 30, "seconds that admitted requests get at SIGTERM")
     progress_timeout_s: float = at_least(
         0.5, 10, "seconds without a sign of the engine after which the worker is not ready"

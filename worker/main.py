@@ -7,7 +7,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from nightjar import log, rpc
+from nightjar import log, rpc, tls
 from nightjar.config import parse, to_argv
 from nightjar.v1 import generation_pb2_grpc, worker_pb2_grpc
 from worker.config import WorkerConfig
@@ -51,13 +51,14 @@ async def serve(config: WorkerConfig, command: Sequence[str]) -> int:
     Raises:
         NightjarError: The address cannot be bound, or the engine cannot serve.
     """
+    identity = tls.server(config.tls_cert, config.tls_key, config.tls_client_ca)
     engine = EngineClient(
         command,
         stream_interval_ms=config.stream_interval_ms,
         progress_timeout_s=config.progress_timeout_s,
     )
     state = WorkerState(config, engine)
-    server = rpc.Server(config.listen, SERVICES)
+    server = rpc.Server(config.listen, SERVICES, identity and identity.grpc)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         GenerationServicer(state), server.grpc
     )

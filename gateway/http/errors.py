@@ -41,9 +41,11 @@ _PARAMETERS = [
 class HttpError(Exception):
     """An error that only HTTP has, with its status."""
 
-    def __init__(self, http_status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, http_status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.http_status, self.param = http_status, param
+        self.http_status, self.param, self.code = http_status, param, code
 
 
 def parameter_of(field: str) -> str:
@@ -56,7 +58,7 @@ def parameter_of(field: str) -> str:
 def render(error: Exception) -> tuple[int, dict[str, Any], Headers]:
     """HTTP status, JSON body and extra headers of an error."""
     if isinstance(error, HttpError):
-        return error.http_status, _body(str(error), _INVALID, error.param, None), {}
+        return error.http_status, _body(str(error), _INVALID, error.param, error.code), {}
     status = _status(error)
     http_status, kind = _HTTP.get(status.code, (500, _SERVER))
     param, retry_s = None, None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 
 import h11
@@ -54,10 +55,16 @@ def bind(listen: str) -> socket.socket:
 class HttpServer:
     """Serves an ASGI application on a bound socket.
 
-    `address` is the socket's host:port.
+    `address` is the socket's host:port. With `context` it speaks TLS alone.
     """
 
-    def __init__(self, app: ASGIApp, bound: socket.socket, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        bound: socket.socket,
+        drain_timeout_s: float,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         self._socket = bound
         host, port = bound.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -75,6 +82,7 @@ class HttpServer:
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                ssl_context_factory=None if context is None else (lambda *_: context),
             )
         )
         self._serving: asyncio.Task[None] | None = None

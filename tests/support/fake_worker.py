@@ -47,6 +47,7 @@ class FakeWorker:
     num_sent: int = 0  # messages with tokens that the transport took
     num_cancelled: int = 0
     address: str = "127.0.0.1:0"
+    credentials: grpc.ServerCredentials | None = None  # for TLS
 
     def __post_init__(self) -> None:
         self.resume = asyncio.Event()
@@ -59,7 +60,7 @@ class FakeWorker:
 
     async def start(self) -> FakeWorker:
         """Serve; on the same address again after `kill`."""
-        self._server = rpc.Server(self.address, SERVICES)
+        self._server = rpc.Server(self.address, SERVICES, self.credentials)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             _Generation(self), self._server.grpc
         )
