@@ -26,7 +26,7 @@ class WorkerLoad:
     num_dispatched: int  # sent less ended by this gateway since the last status; may be negative
     num_free_blocks: int
     num_total_blocks: int
-    max_gamma: int = 0  # largest gamma it runs; 0: it never drafts
+    max_gamma: int = 0  # largest gamma it runs; 0: it cannot draft
     gamma: float | None = None  # mean over the last statuses with requests; None: idle or unknown
     acceptance_rate: float = 0.0  # accepted over drafted tokens since its start
     planner_connected: bool = False

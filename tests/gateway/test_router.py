@@ -250,15 +250,25 @@ def chosen_of(*workers: WorkerLoad) -> str:
 
 
 def test_batches_at_gamma_0_are_filled() -> None:
-    """A larger batch that drafts nothing is preferred to a smaller one that drafts."""
-    plain, drafting = worker("p", num_running=10, gamma=0.0), worker("d", num_running=9, gamma=2.0)
+    """A larger batch that drafts nothing is preferred to a smaller one that barely drafts."""
+    plain, drafting = worker("p", num_running=10, gamma=0.0), worker("d", num_running=9, gamma=1.0)
     assert chosen_of(plain, drafting) == "p"
     assert chosen_of(plain, replace(drafting, gamma=0.2)) == "d"  # both at 0: the smaller
+    assert chosen_of(plain, replace(drafting, gamma=3.0)) == "d"  # far from 0: has room
+
+
+def test_workers_of_unknown_gamma_are_neither_filled_nor_spared() -> None:
+    """Beside a batch at 0 one that cannot draft, or has not told, is chosen by its load."""
+    plain, drafting = worker("p", num_running=10, gamma=0.0), worker("d", num_running=8, gamma=1.0)
+    unable = worker("u", num_running=9, gamma=0.0, max_gamma=0)
+    assert chosen_of(plain, drafting, unable) == "u"
+    assert chosen_of(plain, drafting, replace(unable, gamma=None, max_gamma=5)) == "u"
+    assert chosen_of(plain, drafting, replace(unable, num_running=11)) == "p"
 
 
 def test_filling_is_bounded() -> None:
-    """At 1.25 times its share a batch at gamma 0 is full, and the drafting one gets more."""
-    workers = [worker("p", num_running=8, gamma=0.0), worker("d", num_running=8, gamma=3.0)]
+    """At 1.25 times its share a batch at gamma 0 is full, and the one that drafts gets more."""
+    workers = [worker("p", num_running=8, gamma=0.0), worker("d", num_running=8, gamma=1.0)]
     went = fill(SpeculationAware(1.25), workers, [RequestFacts()] * 64)
     assert went[0] == "p"
     assert (8 + went.count("p")) / 80 == pytest.approx(0.625, abs=0.02)
@@ -277,14 +287,14 @@ def test_an_idle_worker_comes_first() -> None:
         ({"gamma": 1.0}, False),
         ({"gamma": None}, False),
         ({"gamma": 0.0, "planner_connected": False}, False),
-        ({"gamma": None, "planner_connected": False, "max_gamma": 0}, True),
+        ({"gamma": 0.0, "max_gamma": 0}, False),
     ],
 )
 def test_what_counts_as_gamma_0(changes: dict[str, object], plain: bool) -> None:
-    """Gamma 0 counts where a planner chose it or nothing can be drafted; unknown counts not."""
+    """Gamma 0 counts where a planner chose it and could have drafted, and nowhere else."""
     assert runs_at_zero(worker("p", **changes)) is plain
     # By load alone the other one would be chosen.
-    other = worker("o", num_running=9, gamma=2.0)
+    other = worker("o", num_running=9, gamma=1.0)
     assert chosen_of(worker("p", num_running=10, **changes), other) == ("p" if plain else "o")
 
 

@@ -95,7 +95,7 @@ async def test_speculation_aware_reads_the_statuses(make_worker: Any, make_gatew
     """The worker at gamma 0 gets requests while a planner says so; without one, load decides."""
     busy = {"num_running": 10, "planner_connected": True}
     plain = await make_worker(status=busy)
-    drafting = await make_worker(status={**busy, "num_running": 9, "gamma": 3})
+    drafting = await make_worker(status={**busy, "num_running": 9, "gamma": 1})
     served = await make_gateway(plain, drafting, routing="speculation_aware")
     for _ in range(3):
         await ask(served, tokens(1, 1))
