@@ -26,7 +26,7 @@ class PlannedRow:
     gamma: int = 0  # most drafts that it makes
     draft_start: int = 0  # tokens that the draft's cache holds
     num_catch_up: int = 0  # tokens that the draft computes before it drafts, if it drafts at all
-    draft_version: int = 0  # of the blocks' fill, that `draft_start` relies on
+    draft_version: int = -1  # of the blocks' fill, that `draft_start` relies on; -1: no cache
     first: int = 0  # position of its first input token; -1: the device knows, the host does not yet
     bound: int = 0  # tokens that it has, or may have, when the step begins
     slot: int = -1  # the sequence's, which may lose it before the step retires

@@ -13,6 +13,7 @@ from device_engine import DeviceEngine
 from tiny import TinyModels
 
 from worker.config import WorkerConfig
+from worker.engine.plan import StepResult
 from worker.messages import SamplingParams
 from worker.model import build
 from worker.model.build import Models, build_models
@@ -121,6 +122,37 @@ def test_any_gamma_in_any_batch_gives_plain_decodings_answers(plain: Models, pai
         assert accepted == drafted
 
 
+@pytest.mark.parametrize("size", [(2, 4), pytest.param((7, 12), marks=INTERPRETED_SLOWLY)])
+def test_drafts_above_gamma_change_no_answer(
+    plain: Models, pair: Models, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The likeliest of more drafts are verified, as many as planned, and answers stay."""
+    asked = requests(4, *size)
+    answers = expected(plain, asked)
+    engine = DeviceEngine(CONFIG, pair, vocab_size=VOCAB)
+    scheduler, steps = engine.engine.scheduler, list[StepResult]()
+    commit = scheduler.commit
+    monkeypatch.setattr(scheduler, "commit", lambda done: (steps.append(done), commit(done))[1])
+    engine.set_gamma(1, num_extra_drafts=2)
+    for number, (prompt, sampling) in asked.items():
+        engine.submit(number, prompt, sampling)  # type: ignore[arg-type]
+        if number > 1:  # prompts run beside rows that draft
+            engine.engine.turn()
+    found = engine.run()
+    assert {number: answer.token_ids for number, answer in found.items()} == answers
+    num_dropped = 0
+    for done in steps:
+        made = [row.gamma for row in done.plan.rows]
+        verified = [result.num_drafts for result in done.rows]
+        assert all(few <= many for few, many in zip(verified, made, strict=True))
+        assert sum(verified) == done.plan.num_verified
+        assert sum(done.reached) <= sum(verified)
+        num_dropped += sum(made) - sum(verified)
+        if pair.draft_identity == pair.target_identity:
+            assert [result.num_accepted for result in done.rows] == verified
+    assert num_dropped > 0
+
+
 @INTERPRETED_SLOWLY
 def test_preempted_rows_and_prefix_hits_answer_the_same(plain: Models, tiny: TinyModels) -> None:
     """With blocks for half of what four rows need, answers are those of a request alone."""
@@ -146,7 +178,7 @@ def test_preempted_rows_and_prefix_hits_answer_the_same(plain: Models, tiny: Tin
 
 
 def test_ngrams_are_verified_on_the_device(plain: Models) -> None:
-    """Drafts that the host looks up change no answer, and some are accepted."""
+    """Drafts that the host looks up change no answer, some are accepted, and no cache is filled."""
     prompt = [3, 4, 5] * 3
     asked = {0: (prompt, SamplingParams(temperature=0.0, seed=1, max_tokens=6, ignore_eos=True))}
     answers = expected(plain, asked)  # type: ignore[arg-type]
@@ -156,3 +188,4 @@ def test_ngrams_are_verified_on_the_device(plain: Models) -> None:
     found = engine.run()[0]
     assert found.token_ids == answers[0]
     assert found.finished.usage.num_draft_tokens > 0
+    assert engine.engine.scheduler.blocks.draft_computed([0], 0) == (0, 0)
