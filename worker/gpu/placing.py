@@ -17,7 +17,7 @@ def buckets_of(config: WorkerConfig) -> Buckets:
     """Sizes that a worker's forwards are padded to."""
     return Buckets.of(
         max_num_seqs=config.max_num_seqs,
-        max_gamma=config.max_gamma,
+        max_gamma=0 if config.proposer == "none" else config.max_gamma,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_catchup_tokens=config.max_catchup_tokens,
     )
