@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from memory_agent.arena import is_written_elsewhere
+from nightjar.errors import ModelRefused
 from worker.config import WorkerConfig, resolved
 from worker.engine.block_manager import BlockManager
 from worker.engine.drafting import Drafting
@@ -52,6 +53,7 @@ def assemble(
 
     Raises:
         ConfigError: Lengths do not fit model and pool.
+        ModelRefused: Its vocabulary is too large for a GPU's sampling.
     """
     config = resolved(config)
     layout, draft = models.layout, models.draft
@@ -137,7 +139,13 @@ def _device_runner(
     """Steps where kernels run, and what makes their drafts."""
     from worker.gpu.forward import DeviceDraftForward, DeviceForward  # only here: triton
     from worker.gpu.runner import DeviceRunner
+    from worker.kernels.sampling_cut import MAX_VOCAB_SIZE
 
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ModelRefused(
+            f"its vocabulary has {vocab_size} tokens; a GPU's sampling takes up to "
+            f"{MAX_VOCAB_SIZE}: say --device=cpu"
+        )
     target, draft = models.target, models.draft
     assert isinstance(target, DeviceForward)
     assert draft is None or isinstance(draft, DeviceDraftForward)

@@ -12,8 +12,10 @@ import torch
 from device_engine import DeviceEngine
 from tiny import TinyModels
 
+from nightjar.errors import ModelRefused
 from worker.config import WorkerConfig
 from worker.engine.plan import StepResult
+from worker.kernels import sampling_cut
 from worker.messages import SamplingParams
 from worker.model import build
 from worker.model.build import Models, build_models
@@ -189,3 +191,13 @@ def test_ngrams_are_verified_on_the_device(plain: Models) -> None:
     assert found.token_ids == answers[0]
     assert found.finished.usage.num_draft_tokens > 0
     assert engine.engine.scheduler.blocks.draft_computed([0], 0) == (0, 0)
+
+
+def test_a_vocabulary_that_sampling_cannot_take_is_refused(
+    plain: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence names both sizes and what serves the model."""
+    monkeypatch.setattr(sampling_cut, "MAX_VOCAB_SIZE", VOCAB - 1)
+    config = dataclasses.replace(CONFIG, proposer="none")
+    with pytest.raises(ModelRefused, match=f"{VOCAB} tokens.* up to {VOCAB - 1}: say --device=cpu"):
+        DeviceEngine(config, plain, vocab_size=VOCAB)
