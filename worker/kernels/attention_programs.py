@@ -68,8 +68,6 @@ def _see_tile(  # type: ignore[no-untyped-def]
 ):
     # Continues a part's state by one tile of keys. A tile begins at a block's edge, so only the
     # blocks differ from tile to tile; the places in them do not.
-    # Continues a part's state by one tile of keys. A tile begins at a block's edge, so only the
-    # blocks differ from tile to tile; the places in them do not.
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DIM_PAD)
     places = head_pool + ((lanes % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
     source = places + (blocks.to(tl.int64) * BLOCK_STRIDE)[:, None]
