@@ -1,9 +1,12 @@
-"""Who gets in: keys and their file, the table of rules, and what is refused at the start."""
+"""Who gets in at which door: keys, the table of rules, and where a gateway may listen."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import grpc
 import httpx
 import openai
 import pytest
+from api_keys import KEY, OTHER, bearer, line, write_keys
 from conditions import until
 from fake_worker import FakeWorker, words
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,33 +28,20 @@ from gateway import main as gateway_main
 from gateway.access import GRPC_RULES, HTTP_RULES, NO_KEY, WRONG_KEY, Access
 from gateway.config import GatewayConfig
 from gateway.http.gate import Gate
-from gateway.keys import KeyFile, digest_of, main, parse_keys
 from gateway.main import Gateway
+from nightjar.config import parse
 from nightjar.errors import ConfigError
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import worker_pb2, worker_pb2_grpc
 
-KEY, OTHER = "a-right-key", "another-right-key"
 REQUEST = pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(max_tokens=4))
 Make = Callable[..., Awaitable[Any]]
-
-
-def line(name: str, key: str) -> str:
-    """A line of the file."""
-    return f"{name} {digest_of(key.encode()).hex()}\n"
-
-
-def bearer(*keys: str) -> tuple[tuple[str, str], ...]:
-    """Metadata of gRPC, or headers, that send the keys."""
-    return tuple(("authorization", f"Bearer {key}") for key in keys)
 
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     """A file with two keys."""
-    path = tmp_path / "api-keys"
-    path.write_text("# who may call\n\n" + line("alice", KEY) + line("bob", OTHER))
-    return path
+    return write_keys(tmp_path)
 
 
 @pytest.fixture
@@ -91,21 +82,20 @@ async def test_openai_client_needs_a_right_key(locked: Any) -> None:
         assert challenge == 'Bearer realm="nightjar", error="invalid_token"'
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [(), (("authorization", f"Basic {KEY}"),), (("authorization", KEY),), bearer(KEY, KEY)],
-)
-async def test_http_without_one_bearer_key_is_401(locked: Any, headers: Any) -> None:
+async def test_http_without_one_bearer_key_is_401(locked: Any) -> None:
     """No key, another scheme, a bare key, two keys: 401 for each route that is not health."""
-    for method, path in [*HTTP_RULES, ("DELETE", "/v1/models"), ("GET", "/nowhere")]:
-        concrete = path.replace("{name:path}", "x")
-        answer = await locked.http.request(method, concrete, headers=headers)
-        if HTTP_RULES.get((method, path)) == "public":
-            assert answer.status_code == 200
-            continue
-        assert answer.status_code == 401
-        assert answer.headers["www-authenticate"] == 'Bearer realm="nightjar"'
-        assert answer.json()["error"]["message"] == NO_KEY
+    basic, bare = (("authorization", f"Basic {KEY}"),), (("authorization", KEY),)
+    calls = [*HTTP_RULES, ("DELETE", "/v1/models"), ("GET", "/nowhere")]
+    for headers in ((), basic, bare, bearer(KEY, KEY)):
+        for method, path in calls:
+            concrete = path.replace("{name:path}", "x")
+            answer = await locked.http.request(method, concrete, headers=headers)
+            if HTTP_RULES.get((method, path)) == "public":
+                assert answer.status_code == 200
+                continue
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == 'Bearer realm="nightjar"'
+            assert answer.json()["error"]["message"] == NO_KEY
 
 
 async def test_grpc_needs_a_right_key(locked: Any) -> None:
@@ -190,26 +180,6 @@ async def test_a_route_without_a_rule_is_never_reached() -> None:
     assert found[1].headers["allow"] == "GET, HEAD"
 
 
-def test_every_key_is_compared_in_constant_time(
-    keys: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever key matches, or none: all hashes are compared, whole, by compare_digest."""
-    known = KeyFile(str(keys))
-    compared: list[tuple[bytes, bytes]] = []
-
-    def compare(given: bytes, stored: bytes) -> bool:
-        compared.append((given, stored))
-        return original(given, stored)
-
-    original = hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", compare)
-    stored = [digest_of(KEY.encode()), digest_of(OTHER.encode())]
-    for key, name in ((KEY, "alice"), (OTHER, "bob"), ("wrong", None), ("", None)):
-        compared.clear()
-        assert known.name_of(key.encode()) == name
-        assert compared == [(digest_of(key.encode()), digest) for digest in stored]
-
-
 async def test_running_gateway_reads_the_file_again(locked: Any, keys: Path) -> None:
     """A new key counts and a removed one no more, without a restart."""
 
@@ -224,49 +194,6 @@ async def test_running_gateway_reads_the_file_again(locked: Any, keys: Path) -> 
 
     await until(taken_over, "the running gateway has seen the change")
     assert await status(KEY) == 401
-
-
-def test_bad_file_changes_nothing_and_an_empty_one_lets_nobody_in(
-    keys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A bad or vanished file is complained about once, and the keys of before count."""
-    known = KeyFile(str(keys))
-    for spoil in (lambda: keys.write_text("dave nonsense\n"), keys.unlink):
-        spoil()
-        capsys.readouterr()
-        known.reload()
-        known.reload()
-        assert capsys.readouterr().out.count("the keys of before still count") == 1
-        assert known.name_of(KEY.encode()) == "alice"
-    keys.write_text("")
-    known.reload()
-    assert known.name_of(KEY.encode()) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("alice\n", "line 1: must be a name"),
-        ("\n# a\nalice " + "0" * 63 + "\n", "line 3: must be a name"),
-        ("a/b " + "0" * 64, "line 1: must be a name"),
-        (line("alice", "1") + line("alice", "2"), "line 2: the name 'alice' stands above"),
-        (line("alice", "1") + line("bob", "1"), "line 2: this key stands above"),
-    ],
-)
-def test_bad_line_is_refused_by_number(tmp_path: Path, content: str, problem: str) -> None:
-    """The sentence names flag, file, line and what is wrong with it."""
-    path = tmp_path / "api-keys"
-    path.write_text(content)
-    with pytest.raises(ConfigError) as refused:
-        KeyFile(str(path))
-    assert str(refused.value).startswith(f"--api-keys={str(path)!r}: {problem}")
-
-
-def test_missing_file_is_refused(tmp_path: Path) -> None:
-    """A gateway that was told of keys never starts without them."""
-    config = GatewayConfig(workers=("127.0.0.1:1",), api_keys=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"--api-keys=.*none': No such file"):
-        Gateway(config)
 
 
 @pytest.mark.parametrize("flag", ["grpc_listen", "http_listen"])
@@ -291,17 +218,30 @@ async def test_open_address_with_keys_or_consent(keys: Path) -> None:
         await Gateway(GatewayConfig(workers=("127.0.0.1:1",), **flags)).stop()
 
 
-def test_keygen_makes_a_line_and_a_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its line holds the hash of its key, not the key; each key is new, of 32 random bytes."""
-    seen = set()
-    for name in ("alice", "bob@example.org"):
-        assert main([name]) == 0
-        out, err = capsys.readouterr()
-        key = err.strip().rpartition(" ")[2]
-        assert parse_keys("api-keys", out.encode()) == [(name, digest_of(key.encode()))]
-        assert len(key) == 43
-        assert key not in out
-        seen.add(key)
-    assert len(seen) == 2
-    with pytest.raises(ConfigError, match="must be 1 to 64"):
-        main(["a b"])
+@pytest.mark.parametrize(
+    ("environ", "keys_from", "starts"),
+    [
+        ({}, "", True),
+        ({"NIGHTJAR_ALLOW_ANONYMOUS": "false"}, "", False),
+        ({"NIGHTJAR_API_KEYS_DIR": "/some/folder"}, "/keys/api-keys", True),
+    ],
+)
+def test_compose_comes_up_open_or_with_keys(
+    environ: dict[str, str], keys_from: str, starts: bool
+) -> None:
+    """Its gateway listens openly by the consent in the file, or by a mounted folder of keys."""
+    compose = Path(sys.executable).parent / "docker-compose"
+    root = Path(__file__).resolve().parents[2]
+    argv = [str(compose), "-f", str(root / "docker-compose.yml"), "config", "--format", "json"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NIGHTJAR_")}
+    shown = subprocess.run(argv, check=True, capture_output=True, env={**clean, **environ}).stdout
+    service = json.loads(shown)["services"]["gateway"]
+    config = parse(GatewayConfig, service["command"][1:], prog="", description="", environ={})
+    assert config.api_keys == keys_from
+    (volume,) = service["volumes"]
+    assert (volume["source"], volume["target"], volume["read_only"]) == (
+        environ.get("NIGHTJAR_API_KEYS_DIR", "no-keys"),
+        "/keys",
+        True,
+    )
+    assert bool(config.api_keys or config.allow_anonymous) == starts
