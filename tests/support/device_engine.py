@@ -66,11 +66,13 @@ class DeviceEngine:
             num_threads=1,
         )
 
-    def set_gamma(self, gamma: int) -> None:
-        """Use another gamma from the next step on."""
-        from worker.engine.decisions import Decisions
+    def set_gamma(self, gamma: int, num_extra_drafts: int = 0) -> None:
+        """Use another gamma from the next step on, and draft so many more of each row."""
+        from worker.engine.decisions import NO_BUCKET, Choice, Decisions
 
-        self.engine.planner._decisions = Decisions(planned=False, fixed_gamma=gamma)
+        decisions = Decisions(planned=False, fixed_gamma=gamma)
+        decisions._fallback = Choice(gamma, gamma, NO_BUCKET, num_extra_drafts=num_extra_drafts)
+        self.engine.planner._decisions = decisions
 
     def submit(self, request_id: int, prompt: list[int], sampling: SamplingParams) -> None:
         """Queue a request."""

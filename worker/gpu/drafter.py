@@ -1,4 +1,7 @@
-"""The draft model's loop on the device: catch-up, then one forward for each draft."""
+"""The draft model's loop on the device: catch-up, then one forward for each draft.
+
+Where more is drafted than verified, drafts are scored as they are made, and the likeliest kept.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,18 @@ from worker.gpu.forward import DeviceDraftForward
 from worker.gpu.graphs import Graphs
 from worker.gpu.inputs import ForwardInputs
 from worker.gpu.staging import HostStage, Stage
+from worker.kernels.draft_scores import DraftScores
 from worker.kernels.draft_step import DraftKernels
 from worker.kernels.sampling import SampleScratch, sample_rows
-from worker.kernels.step import Choices, StepKernels
+from worker.kernels.selection import select
+from worker.kernels.step import NUM_VERIFIED, Choices, StepKernels
 
 
 class Drafter:
     """Runs the draft; what it chooses lands in the rows' tokens, behind the last known one."""
 
     has_cache = True
-    has_probabilities = False  # of a draft's tokens; so none are drafted above gamma
+    has_probabilities = True
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class Drafter:
         self._scratch = SampleScratch.allocate(buckets.rows[-1], vocab_size, device)
         self._step = kernels
         self._kernels = DraftKernels(kernels, draft.buffers, self._choices)
+        self._scores = DraftScores(buckets.rows[-1], vocab_size, device)
 
     def max_row_gamma(self, num_tokens: int) -> int:
         """Drafts before the draft's own context ends: the last draft is no input of it."""
@@ -62,21 +68,42 @@ class Drafter:
             return catch_up, []
         host.draft_rows[: len(rows)] = rows
         host.draft_gammas[: len(rows)] = [decode[index].gamma for index in rows]
+        host.header[NUM_VERIFIED] = plan.num_verified
         size = self._buckets.row_bucket(len(rows))
-        drafts = [self._graphs.get(("first draft", size), lambda: self._first(size))]
+        chooses = sum(row.gamma for row in decode) > plan.num_verified
+        drafts = [self._first_graph(size, scored=chooses)]
         most = max(row.gamma for row in decode)
         if most > 1:
-            following = self._graphs.get(("next draft", size), lambda: self._next(size))
-            drafts += [following] * (most - 1)
+            drafts += [self._next_graph(size, scored=chooses)] * (most - 1)
+        if chooses:
+            drafts.append(self._selection_graph())
         return catch_up, drafts
 
     def warm(self) -> None:
-        """Capture every graph."""
+        """Capture every graph but those that score drafts: they wait until they are asked for.
+
+        Of these the smallest are captured, for their kernels to be compiled.
+        """
         for size in reversed(self._buckets.catch_up):
             self._graphs.get(("catch up", size), lambda size=size: self._catch_up(size))  # type: ignore[misc]
         for size in reversed(self._buckets.rows):
-            self._graphs.get(("first draft", size), lambda size=size: self._first(size))  # type: ignore[misc]
-            self._graphs.get(("next draft", size), lambda size=size: self._next(size))  # type: ignore[misc]
+            self._first_graph(size, scored=False)
+            self._next_graph(size, scored=False)
+        self._first_graph(self._buckets.rows[0], scored=True)
+        self._next_graph(self._buckets.rows[0], scored=True)
+        self._selection_graph()
+
+    def _first_graph(self, num_rows: int, *, scored: bool) -> Callable[[], None]:
+        key = ("first draft", num_rows, scored)
+        return self._graphs.get(key, lambda: self._first(num_rows, scored=scored))
+
+    def _next_graph(self, num_rows: int, *, scored: bool) -> Callable[[], None]:
+        key = ("next draft", num_rows, scored)
+        return self._graphs.get(key, lambda: self._next(num_rows, scored=scored))
+
+    def _selection_graph(self) -> Callable[[], None]:
+        rows, scores = self._stage.rows, self._scores.scores
+        return self._graphs.get("selection", lambda: lambda: select(rows, scores))
 
     def _catch_up(self, num_tokens: int) -> Callable[[], None]:
         draft, rows = self._draft, self._stage.catch_up
@@ -88,23 +115,23 @@ class Drafter:
 
         return run
 
-    def _first(self, num_rows: int) -> Callable[[], None]:
+    def _first(self, num_rows: int, *, scored: bool) -> Callable[[], None]:
         draft, stage = self._draft, self._stage
         two, one = self._inputs(2 * num_rows, num_rows), self._inputs(num_rows, num_rows)
 
         def run() -> None:
             self._kernels.first(stage.rows, stage.draft, two)
-            self._choose(draft.logits(two))
+            self._choose(draft.logits(two), scored=scored)
             self._kernels.next(stage.rows, stage.draft, one)
 
         return run
 
-    def _next(self, num_rows: int) -> Callable[[], None]:
+    def _next(self, num_rows: int, *, scored: bool) -> Callable[[], None]:
         draft, stage = self._draft, self._stage
         one = self._inputs(num_rows, num_rows)
 
         def run() -> None:
-            self._choose(draft.logits(one))
+            self._choose(draft.logits(one), scored=scored)
             self._kernels.next(stage.rows, stage.draft, one)
 
         return run
@@ -114,7 +141,10 @@ class Drafter:
             num_tokens, num_rows, short_height=2, has_long=False, num_short=num_rows
         )
 
-    def _choose(self, logits: torch.Tensor) -> None:
-        inputs = self._stage.sample_inputs(self._choices, len(logits))
-        ids = self._choices.ids[: len(logits)]
+    def _choose(self, logits: torch.Tensor, *, scored: bool) -> None:
+        stage, choices = self._stage, self._choices
+        inputs = stage.sample_inputs(choices, len(logits))
+        ids = choices.ids[: len(logits)]
         sample_rows(logits, inputs, self._scratch, ids, vocab_size=self._vocab_size)
+        if scored:
+            self._scores.add(logits, inputs, self._scratch, choices, stage.rows, self._step)

@@ -32,23 +32,19 @@ class DeviceFlight:
     def __init__(
         self,
         plan: Plan,
-        num_drafts: list[int],
         marks: Marks,
         previous: Marks | None,
         results: torch.Tensor,
     ) -> None:
-        self._plan, self._num_drafts = plan, num_drafts
-        self._marks, self._previous, self._results = marks, previous, results
+        self._plan, self._results = plan, results
+        self._marks, self._previous = marks, previous
 
     def retire(self) -> StepResult:
         """Wait for the step to end, and read what it did."""
         wait(self._marks.ended)
         plan = self._plan
         numbers = self._results[: len(plan.rows)].tolist()
-        rows = [
-            _result(row, num_drafts, values)
-            for row, num_drafts, values in zip(plan.rows, self._num_drafts, numbers, strict=True)
-        ]
+        rows = [_result(row, values) for row, values in zip(plan.rows, numbers, strict=True)]
         marks, previous = self._marks, self._previous
         whole = elapsed_us(marks.begun, marks.ended)
         if previous is not None:  # it began when the step before had ended, if that was later
@@ -170,8 +166,11 @@ class DeviceRunner:
         if self.drafter is not None:
             catch_up, drafts = self.drafter.stage(plan, host)
         has_prompt = len(plan.rows) > plan.num_decode_rows
-        size = self._buckets.token_bucket(shape.num_tokens, has_prompt=has_prompt)
-        kept = self._buckets.kept_bucket(shape.num_kept, size) if has_prompt else size
+        num_dropped = max(0, sum(num_drafts) - plan.num_verified)  # by then, on the device
+        size = self._buckets.token_bucket(shape.num_tokens - num_dropped, has_prompt=has_prompt)
+        kept = size
+        if has_prompt:
+            kept = self._buckets.kept_bucket(shape.num_kept - num_dropped, size)
         verify = self._graph(size, kept, shape.short_height, has_prompt=has_prompt)
 
         begun = self._timer.mark()
@@ -187,10 +186,10 @@ class DeviceRunner:
         results.copy_(self._results, non_blocking=True)
         marks = Marks(begun, caught_up, self._timer.mark())
         previous, self._previous = self._previous, marks
-        return DeviceFlight(plan, num_drafts, marks, previous, results)
+        return DeviceFlight(plan, marks, previous, results)
 
     def _num_drafts(self, plan: Plan) -> list[int]:
-        """Drafts that each row verifies; those of n-grams are sent."""
+        """Drafts that each row may verify; those of n-grams are sent."""
         if self._ngram is None:
             return [row.gamma for row in plan.rows]
         counts = [0] * len(plan.rows)
@@ -238,10 +237,10 @@ class DeviceRunner:
         return count
 
 
-def _result(row: PlannedRow, num_drafts: int, values: Sequence[int]) -> RowResult:
+def _result(row: PlannedRow, values: Sequence[int]) -> RowResult:
     if not row.samples:
         return RowResult([])
-    num_accepted = values[0]
+    num_accepted, num_drafts = values[0], values[RESULT_WIDTH - 2]
     result = RowResult(list(values[1 : num_accepted + 2]), num_drafts, num_accepted)
     if result.token_ids[-1] < 0:
         result.error = NOT_NUMBERS

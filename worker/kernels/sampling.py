@@ -172,7 +172,7 @@ def reference_sample(
     if not kept:
         return ids
     positions = inputs.positions.tolist()
-    params = _params(inputs)
+    params = params_of(inputs)
     values = logits[:, :vocab_size].detach().cpu().float()
     ids[kept] = torch.tensor(
         sample(values[kept], [params[rows[k]] for k in kept], [positions[k] for k in kept]),
@@ -181,7 +181,8 @@ def reference_sample(
     return ids
 
 
-def _params(inputs: SampleInputs) -> list[SamplingParams]:
+def params_of(inputs: SampleInputs) -> list[SamplingParams]:
+    """The parameters of each batch row, as the CPU takes them."""
     columns = (
         inputs.inverse_temperature,
         inputs.top_k,

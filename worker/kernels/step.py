@@ -18,8 +18,10 @@ from worker.gpu.inputs import ForwardInputs, InputBuffers
 from worker.kernels.attention_inputs import LONG_HEIGHT
 from worker.kernels.launch import begin, launch_options
 
-RESULT_WIDTH = 16  # of a row: accepted drafts, up to 9 chosen ids; last, whether its draft failed
+# Of a row: accepted drafts, up to 9 chosen ids; last, drafts verified, whether its draft failed.
+RESULT_WIDTH = 16
 MAX_CHOICES = 9
+NUM_VERIFIED = 6  # of the header: where a decode row's drafts are selected from, how many
 _BLOCK = 128
 _PADDING = 1024
 
@@ -217,6 +219,7 @@ def _accept(  # type: ignore[no-untyped-def]
             result = results + row * WIDTH
             tl.store(result + i, tl.zeros((WIDTH,), tl.int32) + num_accepted, mask=i == 0)
             tl.store(result + 1 + i, chosen, mask=i < num_kept)
+            tl.store(result + WIDTH - 2, num_kept - 1)
             tl.store(result + WIDTH - 1, tl.load(failed + row))
             tl.store(failed + row, 0)
 
@@ -225,7 +228,8 @@ def _accept(  # type: ignore[no-untyped-def]
 class StagedRows:
     """The rows of one forward as the host staged them, and scratch of their own."""
 
-    header: torch.Tensor  # int32 [8]: rows, tokens, kept, short tiles, long tiles, drafting rows
+    # int32 [8]: rows, tokens, kept, short tiles, long tiles, drafting rows, drafts to be verified
+    header: torch.Tensor
     fields: torch.Tensor  # int32 [NUM_FIELDS, max_rows]
     bases: torch.Tensor  # int32 [max_rows]: position of a row's first choice
     failed: torch.Tensor  # int32 [max_rows]: 1 where the draft's logits were no numbers
