@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nightjar.errors import EngineFailure
+from worker.kernels.attention_inputs import SHORT_HEIGHTS
 
 _DECODE = (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _LARGE_STEP = 128  # between sizes above the fine ones
@@ -24,6 +25,7 @@ class Buckets:
     kept: tuple[int, ...]  # logits of such a step; the last is the most that any step keeps
     rows: tuple[int, ...]  # rows that draft
     catch_up: tuple[int, ...]  # tokens that the draft catches up
+    heights: tuple[int, ...]  # queries of a decode row's tile, up to what gamma asks for
 
     @classmethod
     def of(
@@ -42,6 +44,7 @@ class Buckets:
             kept=(*(size for size in _KEPT if size < most), max(2, most)),
             rows=_up_to(max_num_seqs, _DECODE),
             catch_up=_up_to(max_catchup_tokens, _CATCH_UP),
+            heights=tuple(height for height in SHORT_HEIGHTS if height < 2 * max(2, max_gamma + 1)),
         )
 
     @property
@@ -73,6 +76,17 @@ class Buckets:
         """All that `kept_bucket` gives steps of `num_tokens`, ascending."""
         sizes = {k for k in self.kept if k < num_tokens}
         return tuple(sorted(sizes | {min(num_tokens, self.max_kept)}))
+
+    def height_bucket(self, height: int, *, has_prompt: bool) -> int:
+        """Queries of a decode row's tile; with prompts the least or the most, to capture few."""
+        return height if not has_prompt or height <= self.heights[0] else self.heights[-1]
+
+    def height_buckets(self, num_tokens: int, *, has_prompt: bool) -> tuple[int, ...]:
+        """All that `height_bucket` gives forwards of `num_tokens`, ascending."""
+        heights = {self.height_bucket(h, has_prompt=has_prompt) for h in self.heights}
+        # A taller tile is for a row of more tokens than half of it.
+        fit = {h for h in heights if has_prompt or num_tokens > h // 2}
+        return tuple(sorted(fit | {self.heights[0]}))
 
     def row_bucket(self, num_rows: int) -> int:
         """Rows of the draft's forwards."""

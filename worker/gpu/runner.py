@@ -20,7 +20,6 @@ from worker.gpu.forward import DeviceDraftForward, DeviceForward
 from worker.gpu.graphs import Graphs
 from worker.gpu.staging import Stage
 from worker.gpu.timing import Marks, Timer, elapsed_us, wait
-from worker.kernels.attention_inputs import SHORT_HEIGHTS
 from worker.kernels.sampling import SampleScratch, sample_rows
 from worker.kernels.step import RESULT_WIDTH, Choices, RowState, StepKernels
 from worker.speculative.ngram import NgramProposer
@@ -137,9 +136,10 @@ class DeviceRunner:
         progress("graphs", f"of {len(buckets.decode) + len(buckets.mixed)} sizes")
         for size in reversed(buckets.mixed):
             for kept in reversed(buckets.kept_buckets(size)):
-                self._graph(size, kept, SHORT_HEIGHTS[0], has_prompt=True)
+                for height in buckets.height_buckets(size, has_prompt=True):
+                    self._graph(size, kept, height, has_prompt=True)
         for size in reversed(buckets.decode):
-            for height in SHORT_HEIGHTS[:3]:
+            for height in buckets.height_buckets(size, has_prompt=False):
                 self._graph(size, size, height, has_prompt=False)
         if self.drafter is not None:
             self.drafter.warm()
@@ -171,7 +171,8 @@ class DeviceRunner:
         kept = size
         if has_prompt:
             kept = self._buckets.kept_bucket(shape.num_kept - num_dropped, size)
-        verify = self._graph(size, kept, shape.short_height, has_prompt=has_prompt)
+        height = self._buckets.height_bucket(shape.short_height, has_prompt=has_prompt)
+        verify = self._graph(size, kept, height, has_prompt=has_prompt)
 
         begun = self._timer.mark()
         self._stage.send(host, len(plan.rows))
