@@ -80,17 +80,13 @@ class Drafter:
         return catch_up, drafts
 
     def warm(self) -> None:
-        """Capture every graph but those that score drafts: they wait until they are asked for.
-
-        Of these the smallest are captured, for their kernels to be compiled.
-        """
+        """Capture every graph."""
         for size in reversed(self._buckets.catch_up):
             self._graphs.get(("catch up", size), lambda size=size: self._catch_up(size))  # type: ignore[misc]
         for size in reversed(self._buckets.rows):
-            self._first_graph(size, scored=False)
-            self._next_graph(size, scored=False)
-        self._first_graph(self._buckets.rows[0], scored=True)
-        self._next_graph(self._buckets.rows[0], scored=True)
+            for scored in (False, True):
+                self._first_graph(size, scored=scored)
+                self._next_graph(size, scored=scored)
         self._selection_graph()
 
     def _first_graph(self, num_rows: int, *, scored: bool) -> Callable[[], None]:

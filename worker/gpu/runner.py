@@ -192,7 +192,7 @@ class DeviceRunner:
     def _num_drafts(self, plan: Plan) -> list[int]:
         """Drafts that each row may verify; those of n-grams are sent."""
         if self._ngram is None:
-            return [row.gamma for row in plan.rows]
+            return [min(row.gamma, plan.num_verified) for row in plan.rows]
         counts = [0] * len(plan.rows)
         decode = plan.rows[: plan.num_decode_rows]
         if any(row.gamma for row in decode):

@@ -90,7 +90,7 @@ def select(rows: StagedRows, scores: torch.Tensor) -> None:
         rows.fields.stride(0),
         ROWS=triton.next_power_of_2(rows.fields.shape[1]),
         MAX_DRAFTS=MAX_DRAFTS,
-        num_warps=4,
+        num_warps=8,
         **launch_options(rows.header.device),
     )
 
