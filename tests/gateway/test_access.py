@@ -25,10 +25,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from gateway import main as gateway_main
-from gateway.access import GRPC_RULES, HTTP_RULES, NO_KEY, WRONG_KEY, Access
+from gateway.access import GRPC_RULES, HTTP_RULES, NO_KEY, WRONG_KEY, Access, Rule
 from gateway.config import GatewayConfig
+from gateway.grpc_gate import GrpcGate
 from gateway.http.gate import Gate
 from gateway.main import Gateway
+from nightjar import rpc
 from nightjar.config import parse
 from nightjar.errors import ConfigError
 from nightjar.v1 import generation_pb2 as pb
@@ -178,6 +180,21 @@ async def test_a_route_without_a_rule_is_never_reached() -> None:
         found += [await client.get("/forgotten"), await client.head("/listed")]
     assert [answer.status_code for answer in found] == [200, 405, 404, 200]
     assert found[1].headers["allow"] == "GET, HEAD"
+
+
+async def test_a_method_without_a_rule_is_never_reached() -> None:
+    """Even where the server has a handler, what the table leaves out is UNIMPLEMENTED."""
+    check = "/grpc.health.v1.Health/Check"
+    left_out: dict[str, Rule] = {"/grpc.health.v1.Health/Watch": "public"}
+    for rules, code in (
+        (GRPC_RULES, grpc.StatusCode.OK),
+        (left_out, grpc.StatusCode.UNIMPLEMENTED),
+    ):
+        server = rpc.Server("127.0.0.1:0", [], gates=[GrpcGate(Access(None), rules)])
+        await server.start()
+        async with rpc.dial(server.address) as channel:
+            assert (await grpc_code(channel.unary_unary(check)(b"")))[0] is code
+        await server.stop(0)
 
 
 async def test_running_gateway_reads_the_file_again(locked: Any, keys: Path) -> None:
