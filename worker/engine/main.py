@@ -80,6 +80,7 @@ def run_engine(config: WorkerConfig, socket_path: str) -> int:
         if models is not None:
             models.close()
         channel.close()
+        gc.unfreeze()  # what stayed frozen would be reported as leaked, by the bindings it is of
     return 0
 
 

@@ -131,8 +131,10 @@ def front(tmp_path: Path) -> Iterator[Front]:
     made.close()
 
 
-def test_serves_and_leaves_nothing(front: Front, tiny: object) -> None:
-    """Progress, readiness, answers, status; after Shutdown exit 0 and no shared memory."""
+def test_serves_and_leaves_nothing(
+    front: Front, tiny: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Progress, readiness, answers, status; after Shutdown exit 0, no shared memory, no noise."""
     front.start(f"--model={tiny.target}", f"--draft={tiny.noisy}", "--gamma=3")  # type: ignore[attr-defined]
     ready = front.ready()
     assert front.process is not None
@@ -155,6 +157,7 @@ def test_serves_and_leaves_nothing(front: Front, tiny: object) -> None:
     assert output.finished[0].reason == "abort"
     assert front.wait() == 0
     assert list(front.shm.iterdir()) == []
+    assert "leaked" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["socket", "parent"])
