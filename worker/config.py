@@ -51,7 +51,12 @@ class WorkerConfig:
         "forward to run; auto compiles on a GPU, and on a CPU takes a cached build if there is one",
     )
     num_threads: int = at_least(0, 0, "threads of the engine; 0 takes the cores it may use")
-    max_model_len: int = at_least(0, 0, "tokens of prompt and answer; 0 takes min(model's, 2048)")
+    max_model_len: int = option(
+        0,
+        "tokens of prompt and answer; 0 takes min(model's, 2048)",
+        check=lambda n: n == 0 or n >= 2,
+        limit="at least 2, or 0",
+    )
     max_num_seqs: int = at_least(0, 0, "most requests in a batch; 0 takes 16, on a GPU 256")
     max_num_batched_tokens: int = option(
         0,

@@ -60,7 +60,9 @@ def place(device: str) -> Placement:
     capability = torch.cuda.get_device_capability()
     if capability < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name()
-        raise ConfigError(f"--device='cuda': {name} is older than compute capability 8.0")
+        raise ConfigError(
+            f"--device='cuda': {name} is older than compute capability 8.0; say --device=cpu"
+        )
     return Placement(torch.device("cuda", torch.cuda.current_device()), kernels=True)
 
 

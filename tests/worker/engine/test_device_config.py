@@ -104,6 +104,7 @@ def test_what_a_gpu_does_passes() -> None:
     ("flag", "sentence"),
     [
         ("--max-num-batched-tokens=1", "at least 2, or 0"),
+        ("--max-model-len=1", "at least 2, or 0"),
         ("--gpu-memory-share=0", "above 0, at most 1"),
         ("--gpu-memory-share=1.5", "above 0, at most 1"),
         ("--device=tpu", "auto, cpu, cuda"),
@@ -138,4 +139,13 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     """An explicit GPU is never silently a CPU."""
     assert place("cpu") == CPU
     with pytest.raises(ConfigError, match="--device='cuda': torch finds no GPU"):
+        place("cuda")
+
+
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence names the GPU and says what runs instead."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old One")
+    with pytest.raises(ConfigError, match=r"Old One is older .* 8\.0; say --device=cpu"):
         place("cuda")
