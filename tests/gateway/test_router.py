@@ -194,7 +194,8 @@ def test_turns_of_a_conversation_stay_together() -> None:
     assert len({policy.choose(prompt(text), workers).address for text in texts}) == 1
 
 
-def test_what_spills_over_stays_together() -> None:
+@pytest.mark.parametrize("repeats", [1, 500])
+def test_what_spills_over_stays_together(repeats: int) -> None:
     """While the home of a beginning is full, prompts alike for longer share a worker too."""
     system, policy = "s" * 256, PrefixAffinity(1.0)
     workers = [worker(address) for address in "abcdef"]
@@ -202,7 +203,8 @@ def test_what_spills_over_stays_together() -> None:
     full = [replace(w, num_running=9 if w.address == home else 0) for w in workers]
     seen = {}
     for topic in range(24):
-        same = [prompt(system + f"topic {topic} ".ljust(768) + f"question {i}") for i in range(4)]
+        shared = system + f"topic {topic} ".ljust(768)
+        same = [prompt(shared + f"question {i} " * repeats) for i in range(4)]
         went = {policy.choose(facts, full).address for facts in same}
         assert len(went) == 1
         seen[topic] = went.pop()
