@@ -101,6 +101,7 @@ def _draft_first(  # type: ignore[no-untyped-def]
     table = tl.load(fields + fields_stride + row)
     position = tl.load(num_tokens + slot) - 2
     num_new = tl.where(real & (position >= 0), 2, 0)
+    tl.store(failed + row, 0, mask=real)  # a step that broke off may have left a word of it
     i = tl.arange(0, 2)
     state = tokens + slot.to(tl.int64) * state_width + position
     _draft_inputs(
