@@ -42,10 +42,12 @@ class PrefixAffinity:
         if not keys:
             return least_loaded(workers)
         open_to_one_more = within_bound(workers, self._factor)
+        left = list(workers)  # without those that shorter keys have found full
         for key in keys:
-            home = _highest(key, workers)
+            home = _highest(key, left)
             if home in open_to_one_more:
                 return home
+            left.remove(home)
         return _highest(keys[-1], open_to_one_more)
 
 
