@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker.gpu.inputs import InputBuffers
 from worker.kernels import attention, attention_filling, attention_inputs
 from worker.kernels.attention import LayerRule
 from worker.kernels.attention_filling import Filling
 from worker.kernels.attention_inputs import LONG_HEIGHT
+from worker.kernels.inputs import InputBuffers
 from worker.model.pool import KVCache, KVGeometry
 
 LAYERS = 8  # of one graph, so that no layer finds its keys in a cache

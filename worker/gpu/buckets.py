@@ -59,10 +59,16 @@ class Buckets:
 
     @property
     def products(self) -> tuple[int, ...]:
-        """Numbers of rows that a matrix product may be asked for."""
+        """Numbers of rows that a layer's matrix product may be asked for."""
         firsts = [2 * rows for rows in self.rows]
         sizes = {*self.decode, *self.mixed, *self.kept, *self.rows, *firsts, *self.catch_up, 2}
         return tuple(sorted(sizes))
+
+    @property
+    def logits(self) -> tuple[int, ...]:
+        """Numbers of rows that the head may be asked for: of a long prompt few logits are kept."""
+        mixed = {size for size in self.mixed if size <= self.max_kept}
+        return tuple(sorted({*self.decode, *mixed, *self.kept, *self.rows, 2}))
 
     def token_bucket(self, num_tokens: int, *, has_prompt: bool) -> int:
         """Tokens of the forward that a step of `num_tokens` runs as."""

@@ -14,10 +14,10 @@ from worker.gpu.buckets import Buckets
 from worker.gpu.device_rows import catch_up_of
 from worker.gpu.forward import DeviceDraftForward
 from worker.gpu.graphs import Graphs
-from worker.gpu.inputs import ForwardInputs
 from worker.gpu.staging import HostStage, Stage
 from worker.kernels.draft_scores import DraftScores
 from worker.kernels.draft_step import DraftKernels
+from worker.kernels.inputs import ForwardInputs
 from worker.kernels.sampling import SampleScratch, sample_rows
 from worker.kernels.selection import select
 from worker.kernels.step import NUM_VERIFIED, Choices, StepKernels

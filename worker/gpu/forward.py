@@ -13,9 +13,9 @@ from torch import nn
 from nightjar.errors import EngineFailure
 from worker.gpu.buckets import Buckets
 from worker.gpu.gemm_choice import free_table
-from worker.gpu.inputs import ForwardInputs, InputBuffers
 from worker.gpu.paged import PagedAttention
 from worker.kernels.attention_inputs import LONG_HEIGHT, SHORT_HEIGHTS
+from worker.kernels.inputs import ForwardInputs, InputBuffers
 from worker.model.batch import Batch
 from worker.model.device import Placement
 from worker.model.forward import DraftForward, ModelForward, split

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from worker.config import WorkerConfig
 from worker.gpu.buckets import Buckets
 from worker.gpu.forward import DeviceForward
-from worker.gpu.gemm_choice import choose_gemms, free_table
+from worker.gpu.gemm_choice import GemmTable, choose_gemms, free_table
 from worker.model.device import Placement
 from worker.model.forward import ModelForward
 
@@ -59,10 +60,8 @@ def equip(
             runtime.gemms = free_table()
             continue
         weights = [weight.plain for weight in runtime.weights if weight.plain is not None]
-        runtime.gemms = choose_gemms(
-            weights,
-            buckets.products,
-            cache=cache_dir / "products",
-            progress=progress,
-            key=key,
-        )
+        heads = [weight for weight in weights if len(weight) == forward.vocab_size]
+        others = [weight for weight in weights if len(weight) != forward.vocab_size]
+        choose = partial(choose_gemms, cache=cache_dir / "products", progress=progress, key=key)
+        tables = choose(others, buckets.products), choose(heads, buckets.logits)
+        runtime.gemms = GemmTable(shape for table in tables for shape in table.shapes)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.gpu.inputs import ForwardInputs, InputBuffers
+from worker.kernels.inputs import ForwardInputs, InputBuffers
 from worker.kernels.launch import begin, launch_options
 from worker.kernels.step import Choices, StagedRows, StepKernels
 

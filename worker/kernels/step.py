@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.gpu.inputs import ForwardInputs, InputBuffers
 from worker.kernels.attention_inputs import LONG_HEIGHT
+from worker.kernels.inputs import ForwardInputs, InputBuffers
 from worker.kernels.launch import begin, launch_options
 
 # Of a row: accepted drafts, up to 9 chosen ids; last, drafts verified, whether its draft failed.

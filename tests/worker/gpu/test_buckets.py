@@ -25,7 +25,7 @@ def test_every_step_within_the_limits_has_a_size(seed: int) -> None:
         max_num_batched_tokens=budget,
         max_catchup_tokens=catch_up,
     )
-    products = set(buckets.products)
+    products, logits = set(buckets.products), set(buckets.logits)
     for _ in range(200):
         decode = rng.randint(0, num_rows)
         drafts = rng.randint(0, max(0, min(decode * gamma, budget - decode)))
@@ -39,12 +39,14 @@ def test_every_step_within_the_limits_has_a_size(seed: int) -> None:
         kept = buckets.kept_bucket(num_kept, size) if prompt else size
         assert num_tokens <= size <= buckets.max_tokens
         assert num_kept <= kept <= buckets.max_kept
-        assert {size, kept} <= products
+        assert size in products
+        assert kept in logits
         assert not prompt or kept in buckets.kept_buckets(size)
     for number in (1, num_rows):
         rows = buckets.row_bucket(number)
         assert rows >= number
         assert {rows, 2 * rows} <= products
+        assert rows in logits
         assert 2 * rows <= buckets.max_tokens
     assert buckets.catch_up_bucket(catch_up) == max(2, catch_up) <= buckets.max_tokens
     with pytest.raises(EngineFailure, match="exceeds"):

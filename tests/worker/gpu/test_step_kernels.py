@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from worker.gpu.device_rows import Shape
-from worker.gpu.inputs import InputBuffers
 from worker.gpu.staging import Stage
 from worker.kernels.draft_step import DraftKernels
+from worker.kernels.inputs import InputBuffers
 from worker.kernels.step import RESULT_WIDTH, Choices, RowState, StepKernels
 from worker.kernels.step_reference import Row, reference_accept, reference_prepare
 

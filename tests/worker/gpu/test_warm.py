@@ -13,8 +13,8 @@ import torch
 from worker.engine.plan import Plan, PlannedRow
 from worker.engine.sequence import Sequence
 from worker.gpu.buckets import Buckets
-from worker.gpu.inputs import InputBuffers
 from worker.gpu.runner import DeviceRunner
+from worker.kernels.inputs import InputBuffers
 from worker.messages import SamplingParams
 
 CPU = torch.device("cpu")
