@@ -162,6 +162,7 @@ def main() -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=out)
     arm.close()
+    gc.unfreeze()  # else the bindings of what stayed frozen report leaks
 
 
 if __name__ == "__main__":
