@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from worker.engine.decisions import Choice
@@ -30,6 +31,18 @@ class PlannedRow:
     first: int = 0  # position of its first input token; -1: the device knows, the host does not yet
     bound: int = 0  # tokens that it has, or may have, when the step begins
     slot: int = -1  # the sequence's, which may lose it before the step retires
+
+
+def caught_up(rows: Iterable[PlannedRow]) -> tuple[int, int]:
+    """Tokens that the draft catches up for `rows`: of prompts, and emitted at gamma 0."""
+    num_prefill = num_emitted = 0
+    for row in rows:
+        if row.num_catch_up:
+            first, end = row.draft_start, row.draft_start + row.num_catch_up
+            border = min(max(row.sequence.num_prefill_tokens, first), end)
+            num_prefill += border - first
+            num_emitted += end - border
+    return num_prefill, num_emitted
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from worker.kernels.attention_inputs import LONG_HEIGHT, SHORT_HEIGHTS
 from worker.kernels.inputs import ForwardInputs, InputBuffers
 from worker.model.batch import Batch
 from worker.model.device import Placement
-from worker.model.forward import DraftForward, ModelForward, split
+from worker.model.forward import DraftForward, ModelForward
 from worker.model.runtime import Runtime
 
 MAX_SHORT = 9  # queries of a decode or verify row: gamma at most 8, and the token before
@@ -99,14 +99,7 @@ class DeviceForward(ModelForward):
         """Like `ModelForward.run`: float32, on the CPU."""
         return self.compute(batch).float().cpu()
 
-    def compute(self, batch: Batch) -> torch.Tensor:
-        """Like `ModelForward.compute`."""
-        with torch.inference_mode():
-            if len(batch.input_ids) <= self.max_batch_tokens:
-                return self._compute(batch)
-            return torch.cat([self._compute(part) for part in split(batch, self.max_batch_tokens)])
-
-    def _compute(self, batch: Batch) -> torch.Tensor:
+    def _run(self, batch: Batch) -> torch.Tensor:
         paged = self.runtime.paged
         assert paged is not None
         inputs = lay_out(batch, self.buffers, self._buckets, self.block_size)

@@ -20,7 +20,6 @@ class Graphs:
         self._captures = device.type == "cuda"
         self._quiet = quiet
         self._replays: dict[Hashable, Callable[[], None]] = {}
-        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         stream = torch.cuda.Stream
         self._stream = stream(device) if self._captures else None  # type: ignore[no-untyped-call]
@@ -55,5 +54,4 @@ class Graphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 function()
-        self._graphs.append(graph)
         return graph.replay

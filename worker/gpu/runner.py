@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult
+from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult, caught_up
 from worker.engine.runner import NOT_NUMBERS
 from worker.gpu.buckets import Buckets
 from worker.gpu.device_rows import DeviceRows, force, shape_of
@@ -49,7 +49,7 @@ class DeviceFlight:
         if previous is not None:  # it began when the step before had ended, if that was later
             whole = min(whole, elapsed_us(previous.ended, marks.ended))
         catch_up = min(elapsed_us(marks.begun, marks.caught_up), whole)
-        num_prefill, num_emitted = _caught_up(plan.rows[: plan.num_decode_rows])
+        num_prefill, num_emitted = caught_up(plan.rows[: plan.num_decode_rows])
         if not num_prefill + num_emitted:
             return StepResult(plan, rows, round(whole))
         for_emitted = round(catch_up * num_emitted / (num_prefill + num_emitted))
@@ -253,15 +253,3 @@ def _result(row: PlannedRow, values: Sequence[int]) -> RowResult:
         elif row.num_catch_up:
             result.draft_end = row.draft_start + row.num_catch_up
     return result
-
-
-def _caught_up(rows: Sequence[PlannedRow]) -> tuple[int, int]:
-    """Tokens that the draft caught up: of prompts, and emitted at gamma 0."""
-    num_prefill = num_emitted = 0
-    for row in rows:
-        if row.num_catch_up:
-            first, end = row.draft_start, row.draft_start + row.num_catch_up
-            border = min(max(row.sequence.num_prefill_tokens, first), end)
-            num_prefill += border - first
-            num_emitted += end - border
-    return num_prefill, num_emitted

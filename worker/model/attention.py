@@ -8,6 +8,7 @@ own positions alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,21 @@ def _join_tiles(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return joined[:, 0].to(values.dtype)
 
 
+def refuse_unserved(
+    names: Iterable[str], given: Mapping[str, object], attention_mask: torch.Tensor | None
+) -> None:
+    """Refuse what the paged forward would leave out.
+
+    Raises:
+        ModelRefused: There is a mask, or one of `names` is given.
+    """
+    for name in names:
+        if given.get(name) is not None:
+            raise ModelRefused(f"its attention uses {name}, which is not served")
+    if attention_mask is not None:
+        raise ModelRefused("its attention adds a mask of its own, which is not served")
+
+
 def _registered(
     module: nn.Module,
     query: torch.Tensor,
@@ -135,11 +151,7 @@ def _registered(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls; refuses what the paged forward would leave out."""
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ModelRefused(f"its attention uses {name}, which is not served")
-    if attention_mask is not None:
-        raise ModelRefused("its attention adds a mask of its own, which is not served")
+    refuse_unserved(_UNSUPPORTED, kwargs, attention_mask)
     if value.shape != key.shape:
         raise ModelRefused("its keys and values differ in shape, which is not served")
     runtime, layer = module.nightjar_runtime, module.layer_idx

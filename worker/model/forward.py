@@ -59,9 +59,10 @@ class ModelForward:
     def compute(self, batch: Batch) -> torch.Tensor:
         """Like `run`, but the logits stay where they are, in the dtype that they have."""
         with torch.inference_mode():
-            if len(batch.input_ids) <= MAX_ROWS:
+            most = self.max_batch_tokens
+            if len(batch.input_ids) <= most:
                 return self._run(batch)
-            return torch.cat([self._run(part) for part in split(batch, MAX_ROWS)])
+            return torch.cat([self._run(part) for part in split(batch, most)])
 
     def _run(self, batch: Batch) -> torch.Tensor:
         runtime, least = self.runtime, MIN_ROWS if self.runtime.exact or self.pad_always else 1

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nightjar.errors import ModelRefused
+from worker.model.attention import refuse_unserved
 from worker.model.linear import Merged, MergedPart
 from worker.model.operators import define
 from worker.model.runtime import Runtime, get_runtime
@@ -50,11 +51,7 @@ class FusedAttention(nn.Module):
         Raises:
             ModelRefused: It is given what the paged forward would leave out.
         """
-        for name in _UNSUPPORTED:
-            if kwargs.get(name) is not None:
-                raise ModelRefused(f"its attention uses {name}, which is not served")
-        if attention_mask is not None:
-            raise ModelRefused("its attention adds a mask of its own, which is not served")
+        refuse_unserved(_UNSUPPORTED, kwargs, attention_mask)
         cos, sin = position_embeddings
         if cos.shape[-1] != self.head_dim:
             raise ModelRefused("its rotary embedding leaves out a part of the head")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from worker.engine.plan import PlannedRow
+from worker.engine.plan import PlannedRow, caught_up
 from worker.model.batch import Forward
 from worker.sampling import log_probabilities
 from worker.speculative.batches import BatchBuilder
@@ -79,17 +79,14 @@ class DraftModelProposer:
     def _catch_up(self, rows: Sequence[PlannedRow], proposal: Proposal) -> None:
         start = self._clock()
         batch = BatchBuilder(self._block_size)
-        num_prefill = num_emitted = 0
         for row in rows:
             if row.num_catch_up:
                 first, end = row.draft_start, row.draft_start + row.num_catch_up
                 sequence = row.sequence
                 batch.add(sequence.token_ids[first:end], first, sequence.block_table, 0)
-                border = min(max(sequence.num_prefill_tokens, first), end)
-                num_prefill += border - first
-                num_emitted += end - border
         self._draft.run(batch.build())
         elapsed_us = round((self._clock() - start) * 1e6)
+        num_prefill, num_emitted = caught_up(rows)
         proposal.num_catch_up_tokens = num_emitted
         proposal.catch_up_us = elapsed_us * num_emitted // (num_prefill + num_emitted)
         proposal.draft_prefill_us = elapsed_us - proposal.catch_up_us
