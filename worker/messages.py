@@ -23,6 +23,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_gamma: int | None = None  # None: the worker's own
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added), ids ascending
+    num_logprobs: int = -1  # alternatives reported per new token; -1: no logprobs
+    num_prompt_logprobs: int = -1  # the same for the prompt's tokens from the second on
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +56,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     request_id: int
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    prior_token_ids: list[int] = []  # of the answer, generated elsewhere: it goes on after them
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -184,6 +192,7 @@ class RowUsage(msgspec.Struct, frozen=True, kw_only=True):
     gamma_histogram: tuple[int, ...]
     policy_version: str
     num_preemptions: int
+    speculation_limit: str = ""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +204,16 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a row's next m tokens in columns, little-endian; k alternatives each."""
+
+    request_id: int
+    num_top: int  # k
+    chosen: bytes  # float32 [m]: of the tokens themselves
+    top_ids: bytes  # int32 [m, k]: the likeliest, best first; of equals the lowest id first
+    top: bytes  # float32 [m, k]
+
+
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step_output"):
     """Tokens of one step, in columns, and the requests that ended with it."""
 
@@ -202,6 +221,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step_output"):
     num_tokens: list[int]  # per row; sums to len(token_ids) / 4
     token_ids: bytes  # int32, little-endian
     finished: list[Finished]
+    logprobs: list[Logprobs] = []  # of rows that ask: one entry per token of theirs in token_ids
+    prompt_logprobs: list[Logprobs] = []  # of prompts' tokens, chunk by chunk, before any new one
 
 
 SumsKey = tuple[str, int, int, int, int, bool]

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cnightjar/v1/generation.proto\x12\x0bnightjar.v1\"\xb8\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.nightjar.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.nightjar.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.nightjar.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1e.nightjar.v1.SpeculationParams\x12/\n\x0c\x63ontinuation\x18\x07 \x01(\x0b\x32\x19.nightjar.v1.Continuation\x12\x12\n\nrequest_id\x18\x08 \x01(\tB\x08\n\x06prompt\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.nightjar.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\x88\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.nightjar.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x12\n\nignore_eos\x18\x10 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"9\n\x11SpeculationParams\x12\x16\n\tmax_gamma\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x0c\n\n_max_gamma\"\x82\x01\n\x0c\x43ontinuation\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12 \n\x18num_text_bytes_delivered\x18\x03 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x1e\n\x16\x61rithmetic_fingerprint\x18\x05 \x01(\t\"\xf2\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.nightjar.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.nightjar.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.nightjar.v1.Usage\x12+\n\x05start\x18\x07 \x01(\x0b\x32\x1c.nightjar.v1.GenerationStart\"Z\n\x0fGenerationStart\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x1e\n\x16\x61rithmetic_fingerprint\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\"b\n\rTokenLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.nightjar.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.nightjar.v1.TokenLogprob\"F\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"\xf0\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x05\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\x05\x12\x11\n\tnum_steps\x18\x06 \x01(\x05\x12\x17\n\x0fgamma_histogram\x18\x07 \x03(\x05\x12\x16\n\x0epolicy_version\x18\x08 \x01(\t\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x05*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32^\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.nightjar.v1.GenerateRequest\x1a\x1d.nightjar.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cnightjar/v1/generation.proto\x12\x0bnightjar.v1\"\xb8\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.nightjar.v1.ChatPromptH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.nightjar.v1.TokenPromptH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.nightjar.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1e.nightjar.v1.SpeculationParams\x12/\n\x0c\x63ontinuation\x18\x07 \x01(\x0b\x32\x19.nightjar.v1.Continuation\x12\x12\n\nrequest_id\x18\x08 \x01(\tB\x08\n\x06prompt\"Z\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.nightjar.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.nightjar.v1.Tool\"B\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"m\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.nightjar.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xba\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.nightjar.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x12\n\nignore_eos\x18\x10 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x05H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"9\n\x11SpeculationParams\x12\x16\n\tmax_gamma\x18\x01 \x01(\x05H\x00\x88\x01\x01\x42\x0c\n\n_max_gamma\"\x82\x01\n\x0c\x43ontinuation\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12 \n\x18num_text_bytes_delivered\x18\x03 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x1e\n\x16\x61rithmetic_fingerprint\x18\x05 \x01(\t\"\xa7\x02\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.nightjar.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.nightjar.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.nightjar.v1.Usage\x12+\n\x05start\x18\x07 \x01(\x0b\x32\x1c.nightjar.v1.GenerationStart\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.nightjar.v1.TokenLogprobs\"Z\n\x0fGenerationStart\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x1e\n\x16\x61rithmetic_fingerprint\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\"b\n\rTokenLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.nightjar.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.nightjar.v1.TokenLogprob\"F\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"\x8b\x02\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x05\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\x05\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x05\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\x05\x12\x11\n\tnum_steps\x18\x06 \x01(\x05\x12\x17\n\x0fgamma_histogram\x18\x07 \x03(\x05\x12\x16\n\x0epolicy_version\x18\x08 \x01(\t\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x05\x12\x19\n\x11speculation_limit\x18\n \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32^\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.nightjar.v1.GenerateRequest\x1a\x1d.nightjar.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2093
-  _globals['_FINISHREASON']._serialized_end=2213
+  _globals['_FINISHREASON']._serialized_start=2452
+  _globals['_FINISHREASON']._serialized_end=2572
   _globals['_GENERATEREQUEST']._serialized_start=46
   _globals['_GENERATEREQUEST']._serialized_end=358
   _globals['_CHATPROMPT']._serialized_start=360
-  _globals['_CHATPROMPT']._serialized_end=416
-  _globals['_CHATMESSAGE']._serialized_start=418
-  _globals['_CHATMESSAGE']._serialized_end=462
-  _globals['_TOKENPROMPT']._serialized_start=464
-  _globals['_TOKENPROMPT']._serialized_end=496
-  _globals['_SAMPLINGPARAMS']._serialized_start=499
-  _globals['_SAMPLINGPARAMS']._serialized_end=1147
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=929
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=977
-  _globals['_SPECULATIONPARAMS']._serialized_start=1149
-  _globals['_SPECULATIONPARAMS']._serialized_end=1206
-  _globals['_CONTINUATION']._serialized_start=1209
-  _globals['_CONTINUATION']._serialized_end=1339
-  _globals['_GENERATERESPONSE']._serialized_start=1342
-  _globals['_GENERATERESPONSE']._serialized_end=1584
-  _globals['_GENERATIONSTART']._serialized_start=1586
-  _globals['_GENERATIONSTART']._serialized_end=1676
-  _globals['_TOKENLOGPROBS']._serialized_start=1678
-  _globals['_TOKENLOGPROBS']._serialized_end=1776
-  _globals['_TOKENLOGPROB']._serialized_start=1778
-  _globals['_TOKENLOGPROB']._serialized_end=1848
-  _globals['_USAGE']._serialized_start=1851
-  _globals['_USAGE']._serialized_end=2091
-  _globals['_GENERATIONSERVICE']._serialized_start=2215
-  _globals['_GENERATIONSERVICE']._serialized_end=2309
+  _globals['_CHATPROMPT']._serialized_end=450
+  _globals['_TOOL']._serialized_start=452
+  _globals['_TOOL']._serialized_end=518
+  _globals['_TOOLCALL']._serialized_start=520
+  _globals['_TOOLCALL']._serialized_end=580
+  _globals['_CHATMESSAGE']._serialized_start=582
+  _globals['_CHATMESSAGE']._serialized_end=691
+  _globals['_TOKENPROMPT']._serialized_start=693
+  _globals['_TOKENPROMPT']._serialized_end=725
+  _globals['_SAMPLINGPARAMS']._serialized_start=728
+  _globals['_SAMPLINGPARAMS']._serialized_end=1426
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1188
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1236
+  _globals['_SPECULATIONPARAMS']._serialized_start=1428
+  _globals['_SPECULATIONPARAMS']._serialized_end=1485
+  _globals['_CONTINUATION']._serialized_start=1488
+  _globals['_CONTINUATION']._serialized_end=1618
+  _globals['_GENERATERESPONSE']._serialized_start=1621
+  _globals['_GENERATERESPONSE']._serialized_end=1916
+  _globals['_GENERATIONSTART']._serialized_start=1918
+  _globals['_GENERATIONSTART']._serialized_end=2008
+  _globals['_TOKENLOGPROBS']._serialized_start=2010
+  _globals['_TOKENLOGPROBS']._serialized_end=2108
+  _globals['_TOKENLOGPROB']._serialized_start=2110
+  _globals['_TOKENLOGPROB']._serialized_end=2180
+  _globals['_USAGE']._serialized_start=2183
+  _globals['_USAGE']._serialized_end=2450
+  _globals['_GENERATIONSERVICE']._serialized_start=2574
+  _globals['_GENERATIONSERVICE']._serialized_end=2668
 # @@protoc_insertion_point(module_scope)

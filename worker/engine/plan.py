@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from worker.engine.decisions import Choice
 from worker.engine.sequence import Sequence
 from worker.messages import Context
@@ -60,6 +63,15 @@ class Plan:
 
 
 @dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at m positions, of the logits before any processor."""
+
+    chosen: npt.NDArray[np.float32]  # [m]
+    top_ids: npt.NDArray[np.int32]  # [m, k], best first; of equals the lowest id first
+    top: npt.NDArray[np.float32]  # [m, k]
+
+
+@dataclass(slots=True)
 class RowResult:
     """What a step did for one row."""
 
@@ -69,6 +81,8 @@ class RowResult:
     draft_end: int = 0  # tokens whose draft KV exists now, drafts included; 0: not touched
     draft_failed: bool = False  # the draft's logits were no numbers
     error: str = ""
+    logprobs: TokenLogprobs | None = None  # as token_ids, where the row asks
+    prompt_logprobs: TokenLogprobs | None = None  # of the prompt's tokens after those computed
 
 
 @dataclass(slots=True)
