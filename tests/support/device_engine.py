@@ -62,7 +62,7 @@ class DeviceEngine:
             self.channel,
             vocab_size=vocab_size,
             eos_token_ids=eos,
-            stop_detector=lambda stop: None,  # type: ignore[arg-type, return-value]
+            stop_detector=lambda stop, least: None,  # type: ignore[arg-type, return-value]
             num_threads=1,
         )
 

@@ -35,7 +35,7 @@ def assemble(
     *,
     vocab_size: int,
     eos_token_ids: Iterable[int],
-    stop_detector: Callable[[tuple[str, ...]], StopDetector],
+    stop_detector: Callable[[tuple[str, ...], int], StopDetector],
     num_threads: int,
     clock: Clock = time.monotonic,
 ) -> Engine:
@@ -47,7 +47,7 @@ def assemble(
         channel: To the front.
         vocab_size: Of the tokenizer; the models may have padding above it.
         eos_token_ids: Of the tokenizer; the models' own count too.
-        stop_detector: Makes what finds stop strings.
+        stop_detector: Makes what finds stop strings from a minimum of tokens on.
         num_threads: Threads that forwards run on.
         clock: Seconds, monotonic.
 

@@ -66,7 +66,7 @@ class Engine:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        stop_detector: Callable[[tuple[str, ...]], StopDetector],
+        stop_detector: Callable[[tuple[str, ...], int], StopDetector],
         clock: Clock = time.monotonic,
     ) -> None:
         """Put the parts together.
@@ -80,7 +80,7 @@ class Engine:
             max_model_len: Most tokens of prompt and answer.
             vocab_size: Ids that may appear.
             eos_token_ids: Ids that end an answer.
-            stop_detector: Makes what finds stop strings.
+            stop_detector: Makes what finds stop strings from a minimum of tokens on.
             clock: Seconds, monotonic.
         """
         self.scheduler = scheduler
@@ -202,7 +202,7 @@ class Engine:
             if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
                 raise ValueError(f"prompt token ids must lie in [0, {self.vocab_size})")
             if params.stop:
-                sequence.stop_detector = self._stop_detector(params.stop)
+                sequence.stop_detector = self._stop_detector(params.stop, params.min_tokens)
             refused = self.scheduler.submit(sequence)
         except Exception as error:  # of one request: the others are not to notice
             refused = sequence.ended("error", str(error))

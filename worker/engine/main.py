@@ -112,7 +112,7 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
             channel,
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tokenizer.eos_token_ids,
-            stop_detector=lambda stop: Detokenizer(tokenizer, stop),
+            stop_detector=lambda stop, least: Detokenizer(tokenizer, stop, least),
             num_threads=torch.get_num_threads(),
         )
         engine.runner.warm(progress)

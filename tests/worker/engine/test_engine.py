@@ -168,7 +168,7 @@ class Bench:
             max_model_len=200,
             vocab_size=40,
             eos_token_ids=(),
-            stop_detector=lambda stop: (_ for _ in ()).throw(ValueError("no detector here")),
+            stop_detector=lambda stop, least: (_ for _ in ()).throw(ValueError("no detector here")),
             clock=clock,
         )
 
