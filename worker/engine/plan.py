@@ -12,6 +12,8 @@ from worker.engine.decisions import Choice
 from worker.engine.sequence import Sequence
 from worker.messages import Context
 
+MAX_SCORED = 256  # prompt tokens of a step whose logits are kept: memory for logits is bounded
+
 
 @dataclass(slots=True)
 class PlannedRow:
@@ -34,6 +36,9 @@ class PlannedRow:
     first: int = 0  # position of its first input token; -1: the device knows, the host does not yet
     bound: int = 0  # tokens that it has, or may have, when the step begins
     slot: int = -1  # the sequence's, which may lose it before the step retires
+    # Positions of input tokens whose logits tell how likely the prompt's next tokens are: the
+    # runner reads them all, for `RowResult.prompt_logprobs`; a step has MAX_SCORED at most.
+    scored: range = range(0)
 
 
 def caught_up(rows: Iterable[PlannedRow]) -> tuple[int, int]:
@@ -82,7 +87,7 @@ class RowResult:
     draft_failed: bool = False  # the draft's logits were no numbers
     error: str = ""
     logprobs: TokenLogprobs | None = None  # as token_ids, where the row asks
-    prompt_logprobs: TokenLogprobs | None = None  # of the prompt's tokens after those computed
+    prompt_logprobs: TokenLogprobs | None = None  # of prompt tokens after those of row.scored
 
 
 @dataclass(slots=True)

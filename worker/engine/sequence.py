@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from worker.messages import Finished, RowUsage, SamplingParams
+from worker.sampling.processors import Processors, is_asked
 
 if TYPE_CHECKING:
     from worker.engine.plan import PlannedRow
@@ -55,6 +56,7 @@ class Sequence:
         "gamma_histogram",
         "last_step",
         "max_num_tokens",
+        "min_num_tokens",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -63,9 +65,11 @@ class Sequence:
         "num_prefill_tokens",
         "num_prompt_tokens",
         "num_steps",
+        "num_unscored",
         "params",
         "phase",
         "policy_version",
+        "processors",
         "proposer_state",
         "request_id",
         "slot",
@@ -95,6 +99,13 @@ class Sequence:
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
         self.stop_detector = stop_detector
+        # Most tokens that it may have without any stop rule ending it.
+        self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
+        self.processors: Processors | None = None  # None: logits stay as they are
+        if is_asked(params):
+            self.processors = Processors(params, self.num_prompt_tokens, self.stop_ids)
+        # Tokens of the prompt whose log-probabilities are not delivered yet; the first has none.
+        self.num_unscored = self.num_prompt_tokens - 1 if params.num_prompt_logprobs >= 0 else 0
 
         self.status = SequenceStatus.WAITING
         self.phase: Literal["prefill", "decode"] = "prefill"
@@ -205,7 +216,7 @@ def advance(sequence: Sequence, token_ids: Seq[int]) -> tuple[int, str]:
             detector.push(token_id)
             if detector.stopped:
                 return count, "stop"
-        if token_id in sequence.stop_ids:
+        if token_id in sequence.stop_ids and len(output) > sequence.min_num_tokens:
             return count, "stop"
         if len(output) >= sequence.max_num_tokens:
             return count, "length"
