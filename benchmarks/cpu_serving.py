@@ -26,6 +26,7 @@ import served
 from arms import FOLDER, Arm
 
 from worker.model.fetch import cache_folder, resolve_model
+from worker.text.chat_template import Chat, Message
 from worker.text.tokenizer import Tokenizer
 
 QUESTIONS = (
@@ -73,7 +74,7 @@ def main() -> None:
 
 def plain(folder: Path, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, Any]:
     """Greedy decoding without drafts: tok/s of the whole call, prefill included, by batch."""
-    prompts = [tokenizer.encode_chat([("user", question)]) for question in QUESTIONS]
+    prompts = [tokenizer.encode_chat(Chat([Message("user", question)])) for question in QUESTIONS]
     with ExitStack() as stack:
         arms = [
             stack.enter_context(arm)
@@ -122,7 +123,7 @@ def speculation(tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, 
         if len(taken[row["category"]]) < 2:
             taken[row["category"]].append(row["turns"][0])
     named = [(category, text) for category, texts in sorted(taken.items()) for text in texts]
-    prompts = [tokenizer.encode_chat([("user", text)]) for _, text in named]
+    prompts = [tokenizer.encode_chat(Chat([Message("user", text)])) for _, text in named]
     result: dict[str, Any] = {"num_prompts": len(prompts), "num_tokens": NUM_TOKENS}
     with engine_arm("exact compiled", options.dtype, "exact", "compiled", gamma=5) as arm:
         result["facts"] = arm.facts

@@ -6,6 +6,7 @@ NightjarError
 ├── NotServed               UNIMPLEMENTED, with the field
 ├── ModelRefused            FAILED_PRECONDITION: this model would be answered wrongly, or not at all
 ├── NotPossibleNow          FAILED_PRECONDITION: the request is fine, the state is not
+├── OtherArithmetic         FAILED_PRECONDITION, with the field: resuming could not be exact
 ├── UnknownName             NOT_FOUND
 ├── Overloaded              RESOURCE_EXHAUSTED, with a retry hint
 ├── Unavailable             UNAVAILABLE: starting, draining, or a peer is gone
@@ -60,6 +61,12 @@ class ModelRefused(NightjarError):
 
 class NotPossibleNow(NightjarError):
     """The state forbids the request now."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class OtherArithmetic(FieldError):
+    """An answer was begun by arithmetic that may give other bits; only its own can resume it."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
 

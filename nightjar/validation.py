@@ -1,14 +1,18 @@
 """The one validator of generation requests, used by worker and gateway, whatever the protocol.
 
-It runs before anything is allocated. Limits that only a worker knows (context, vocabulary)
-are optional: the gateway passes what the worker's status told it.
+It runs before anything is allocated, and what it does itself is bounded: counts are judged before
+elements. Limits that only a worker knows (context, vocabulary) are optional: the gateway passes
+what the worker's status told it.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -16,10 +20,19 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from nightjar.errors import InvalidRequest, NotServed
 from nightjar.v1 import generation_pb2 as pb
 
+# The rest of a message of 4 MiB is left to a continuation, which a gateway may have to add.
+MAX_REQUEST_BYTES = 3_932_160
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 16, 256, 64
 MAX_LOGIT_BIAS = 300
 MAX_GAMMA, MAX_REQUEST_ID_CHARACTERS, MAX_MESSAGES = 8, 128, 1024
-ROLES = ("system", "user", "assistant")
+MAX_TOOLS, MAX_TOOL_CALLS = 128, 128  # calls are counted by message
+MAX_DESCRIPTION_CHARACTERS, MAX_JSON_CHARACTERS, MAX_JSON_DEPTH = 16_384, 65_536, 64
+MAX_CALL_ID_CHARACTERS = 128
+MAX_PROMPT_LOGPROBS = 1_048_576  # entries of a prompt, alternatives included
+MAX_ATTEMPTS = 16
+MAX_FINGERPRINT_CHARACTERS = 128
+ROLES = ("system", "user", "assistant", "tool")
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _RANGES = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -31,6 +44,7 @@ _RANGES = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
     "n": (1, 128),
 }
 _ABOVE_ZERO = ("top_p", "repetition_penalty")  # ranges that leave out their lower end
@@ -39,7 +53,6 @@ _NEUTRAL = {  # designed, not served yet: only what asks for nothing is accepted
     "repetition_penalty": 1,
     "presence_penalty": 0,
     "frequency_penalty": 0,
-    "n": 1,
 }
 
 
@@ -59,7 +72,8 @@ def validate(request: pb.GenerateRequest, limits: Limits | None = None) -> None:
         InvalidRequest: A value can never work; names the field and the limit.
         NotServed: The field is designed but not served by this build.
     """
-    _check_known(request)
+    _check_counts(request)
+    check_known(request)
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID_CHARACTERS} characters")
     if limits is not None and request.model not in ("", limits.model):
@@ -69,44 +83,108 @@ def validate(request: pb.GenerateRequest, limits: Limits | None = None) -> None:
     _check_sampling(request.sampling, limits)
     if request.speculation.HasField("max_gamma"):
         _check_range("speculation.max_gamma", request.speculation.max_gamma, 0, MAX_GAMMA)
+    if request.HasField("continuation"):
+        _check_continuation(request, limits)
     _check_served(request)
 
 
-def check_length(num_prompt_tokens: int, sampling: pb.SamplingParams, limits: Limits) -> int:
-    """Check the tokenized prompt; returns how many tokens may be generated.
+def check_length(
+    num_prompt_tokens: int,
+    limits: Limits,
+    *,
+    max_tokens: int | None = None,
+    min_tokens: int = 0,
+    num_prompt_logprobs: int = -1,
+    num_prior_tokens: int = 0,
+) -> int:
+    """Check the tokenized prompt; returns how many tokens the answer may have.
+
+    Args:
+        num_prompt_tokens: Its length.
+        limits: What the worker can take.
+        max_tokens: Of the answer; None takes what the context still holds.
+        min_tokens: Of the answer.
+        num_prompt_logprobs: Alternatives for each token of the prompt; -1 for no entries.
+        num_prior_tokens: Tokens that the answer has already.
 
     Raises:
-        InvalidRequest: The prompt is empty, or prompt and max_tokens exceed the context.
+        InvalidRequest: The prompt is empty, or it and the answer exceed the context.
     """
     room = limits.max_model_len - num_prompt_tokens
     if num_prompt_tokens == 0:
         raise InvalidRequest("prompt", "must hold at least one token")
     if room < 1:
-        raise InvalidRequest(
-            "prompt",
-            f"has {num_prompt_tokens} tokens; the context is {limits.max_model_len} tokens, "
-            "prompt and answer together",
-        )
-    if not sampling.HasField("max_tokens"):
-        return room
-    if sampling.max_tokens > room:
+        raise _too_long(num_prompt_tokens, limits)
+    if max_tokens is None:
+        max_tokens = room
+    if max_tokens > room:
         raise InvalidRequest(
             "sampling.max_tokens",
-            f"{sampling.max_tokens} with {num_prompt_tokens} prompt tokens exceeds the context of "
+            f"{max_tokens} with {num_prompt_tokens} prompt tokens exceeds the context of "
             f"{limits.max_model_len} tokens",
         )
-    return sampling.max_tokens
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            "sampling.min_tokens", f"{min_tokens} exceeds the {max_tokens} that can be generated"
+        )
+    if num_prior_tokens >= max_tokens:
+        raise InvalidRequest(
+            "continuation.token_ids",
+            f"the answer has {num_prior_tokens} tokens; at most {max_tokens} can be generated",
+        )
+    if num_prompt_tokens * (num_prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            "sampling.prompt_logprobs",
+            f"{num_prompt_tokens} tokens of the prompt have more than {MAX_PROMPT_LOGPROBS} "
+            "entries together",
+        )
+    return max_tokens
 
 
-def _check_known(message: Message, path: str = "") -> None:
-    """Refuse fields of another version of the protocol, by number: nothing is ever ignored."""
+def check_known(message: Message, path: str = "") -> None:
+    """Refuse fields of another version of the protocol, by number: nothing is ever ignored.
+
+    Raises:
+        InvalidRequest: There is one, in the message or in one of its own.
+    """
     unknown = UnknownFieldSet(message)
     if len(unknown) > 0:
         raise InvalidRequest(f"{path}{unknown[0].field_number}", "unknown field")
     for field, value in message.ListFields():
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for part in value if field.is_repeated else (value,):
-                _check_known(part, f"{path}{field.name}.")
+                check_known(part, f"{path}{field.name}.")
+
+
+def _too_long(num_prompt_tokens: int, limits: Limits) -> InvalidRequest:
+    return InvalidRequest(
+        "prompt",
+        f"has {num_prompt_tokens} tokens; the context is {limits.max_model_len} tokens, "
+        "prompt and answer together",
+    )
+
+
+def _check_counts(request: pb.GenerateRequest) -> None:
+    """Bound what is read element by element from here on."""
+    size = request.ByteSize() - request.continuation.ByteSize()
+    if size > MAX_REQUEST_BYTES:
+        raise InvalidRequest("request", f"has {size} bytes; at most {MAX_REQUEST_BYTES}")
+    sampling, messages, tools = request.sampling, request.chat.messages, request.chat.tools
+    if request.WhichOneof("prompt") == "chat" and not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest("chat.messages", f"must hold 1 to {MAX_MESSAGES} messages")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest("chat.tools", f"at most {MAX_TOOLS} tools, got {len(tools)}")
+    for i, message in enumerate(messages):
+        if len(message.tool_calls) > MAX_TOOL_CALLS:
+            raise InvalidRequest(f"chat.messages[{i}].tool_calls", f"at most {MAX_TOOL_CALLS}")
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            "sampling.stop", f"at most {MAX_STOP_STRINGS} strings, got {len(sampling.stop)}"
+        )
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
 
 
 def _check_served(request: pb.GenerateRequest) -> None:
@@ -117,8 +195,9 @@ def _check_served(request: pb.GenerateRequest) -> None:
             raise NotServed(f"sampling.{name}", text)
     if sampling.logit_bias:
         raise NotServed("sampling.logit_bias", "not served by this version")
-    if sampling.HasField("logprobs"):
-        raise NotServed("sampling.logprobs", "not served by this version")
+    for name in ("logprobs", "prompt_logprobs"):
+        if sampling.HasField(name):  # type: ignore[arg-type]
+            raise NotServed(f"sampling.{name}", "not served by this version")
     if request.HasField("continuation"):
         raise NotServed("continuation", "not served by this version")
 
@@ -130,20 +209,103 @@ def _check_prompt(request: pb.GenerateRequest, limits: Limits | None) -> None:
     if form == "text" and not request.text:
         raise InvalidRequest("text", "must not be empty")
     if form == "chat":
-        messages = request.chat.messages
-        if not 1 <= len(messages) <= MAX_MESSAGES:
-            raise InvalidRequest("chat.messages", f"must hold 1 to {MAX_MESSAGES} messages")
-        for i, message in enumerate(messages):
-            if message.role not in ROLES:
-                raise InvalidRequest(
-                    f"chat.messages[{i}].role", f"must be one of {', '.join(ROLES)}"
-                )
+        for i, message in enumerate(request.chat.messages):
+            _check_message(f"chat.messages[{i}]", message)
+        _check_tools(request.chat.tools)
     if form == "tokens":
         ids = request.tokens.token_ids
         if not ids:
             raise InvalidRequest("tokens.token_ids", "must not be empty")
         if limits is not None:
+            if len(ids) >= limits.max_model_len:
+                raise _too_long(len(ids), limits)
             _check_ids("tokens.token_ids", ids, limits.vocab_size)
+
+
+def _check_message(path: str, message: pb.ChatMessage) -> None:
+    if message.role not in ROLES:
+        raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{path}.tool_calls", "only an assistant's message has them")
+    if message.tool_call_id and message.role != "tool":
+        raise InvalidRequest(f"{path}.tool_call_id", "only a tool's message has one")
+    _check_size(f"{path}.tool_call_id", message.tool_call_id, MAX_CALL_ID_CHARACTERS)
+    for i, call in enumerate(message.tool_calls):
+        _check_size(f"{path}.tool_calls[{i}].id", call.id, MAX_CALL_ID_CHARACTERS)
+        _check_name(f"{path}.tool_calls[{i}].name", call.name)
+        _check_object(f"{path}.tool_calls[{i}].arguments_json", call.arguments_json)
+
+
+def _check_tools(tools: Collection[pb.Tool]) -> None:
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        path = f"chat.tools[{i}]"
+        _check_name(f"{path}.name", tool.name)
+        if tool.name in names:
+            raise InvalidRequest(f"{path}.name", f"{tool.name!r} is there twice")
+        names.add(tool.name)
+        _check_size(f"{path}.description", tool.description, MAX_DESCRIPTION_CHARACTERS)
+        if tool.parameters_json:
+            _check_object(f"{path}.parameters_json", tool.parameters_json)
+
+
+def _check_name(field: str, name: str) -> None:
+    if not _FUNCTION_NAME.fullmatch(name):
+        raise InvalidRequest(field, 'must have 1 to 64 letters, digits, "_" or "-"')
+
+
+def _check_size(field: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise InvalidRequest(field, f"at most {most} characters, got {len(text)}")
+
+
+def _check_object(field: str, text: str) -> None:
+    """JSON text of an object that any parser reads alike, and none too deeply."""
+    _check_size(field, text, MAX_JSON_CHARACTERS)
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(field, "is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, "must be a JSON object")
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            part
+            for parent in level
+            for part in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(part, dict | list)
+        ]
+    if level:
+        raise InvalidRequest(field, f"is nested more than {MAX_JSON_DEPTH} levels deep")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_continuation(request: pb.GenerateRequest, limits: Limits | None) -> None:
+    given, sampling = request.continuation, request.sampling
+    if sampling.n > 1:
+        raise InvalidRequest("sampling.n", "must be 1 where an answer is continued")
+    _check_range("continuation.attempt", given.attempt, 1, MAX_ATTEMPTS)
+    delivered = given.num_text_bytes_delivered
+    _check_range("continuation.num_text_bytes_delivered", delivered, 0, math.inf)
+    fingerprint, path = given.arithmetic_fingerprint, "continuation.arithmetic_fingerprint"
+    _check_size(path, fingerprint, MAX_FINGERPRINT_CHARACTERS)
+    num_prior = len(given.token_ids)
+    if sampling.HasField("max_tokens") and num_prior >= sampling.max_tokens:
+        raise InvalidRequest(
+            "continuation.token_ids",
+            f"the answer has {num_prior} tokens; at most {sampling.max_tokens} can be generated",
+        )
+    if limits is not None:
+        if num_prior >= limits.max_model_len:
+            raise InvalidRequest(
+                "continuation.token_ids",
+                f"{num_prior} tokens exceed the context of {limits.max_model_len} tokens",
+            )
+        _check_ids("continuation.token_ids", given.token_ids, limits.vocab_size)
 
 
 def _check_sampling(sampling: pb.SamplingParams, limits: Limits | None) -> None:
@@ -155,28 +317,30 @@ def _check_sampling(sampling: pb.SamplingParams, limits: Limits | None) -> None:
                 raise InvalidRequest(f"sampling.{name}", f"must be above 0 and at most {high}")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"exceeds max_tokens, {sampling.max_tokens}")
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequest("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
-    for value in sampling.logit_bias.values():
-        _check_range("sampling.logit_bias", value, -100, 100)
-    if limits is not None:
-        _check_ids("sampling.logit_bias", sampling.logit_bias, limits.vocab_size)
-    if len(sampling.stop) > MAX_STOP_STRINGS:
+    if limits is not None and sampling.min_tokens >= limits.max_model_len:
         raise InvalidRequest(
-            "sampling.stop", f"at most {MAX_STOP_STRINGS} strings, got {len(sampling.stop)}"
+            "sampling.min_tokens",
+            f"{sampling.min_tokens} exceeds the context of {limits.max_model_len} tokens",
         )
+    for token_id, value in sampling.logit_bias.items():
+        _check_range("sampling.logit_bias", value, -100, 100)
+        if token_id < 0 or (limits is not None and token_id >= limits.vocab_size):
+            end = "…" if limits is None else limits.vocab_size
+            raise InvalidRequest(
+                f"sampling.logit_bias[{token_id}]", f"lies outside the vocabulary [0, {end})"
+            )
     for i, text in enumerate(sampling.stop):
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest(
                 f"sampling.stop[{i}]", f"must have 1 to {MAX_STOP_CHARACTERS} characters"
             )
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
     if limits is not None:
         _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
 
 
-def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
+        return
     for i, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(

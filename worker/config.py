@@ -84,7 +84,12 @@ class WorkerConfig:
     max_catchup_tokens: int = at_least(
         0, 0, "most tokens that the draft catches up in a step; 0 takes 256, on a GPU 1024"
     )
-    max_waiting: int = at_least(1, 256, "requests that may wait; more are refused")
+    max_waiting: int = at_least(
+        1, 256, "requests that may wait, each of n answers one; more are refused"
+    )
+    max_waiting_tokens: int = at_least(
+        1, 1_048_576, "tokens that the prompts which wait may have together; more are refused"
+    )
     stream_interval_ms: int = at_least(0, 20, "join stream messages for this long under load")
     planner: str = option("", "address of the planner; empty runs without speculation adapting")
     memory_agent: str = option("", "address of the memory agent; empty keeps the draft resident")

@@ -19,7 +19,8 @@ from worker.memory_client import MemoryClient
 from worker.messages import Grant, Pressure, Ready, Reports, RequestRefused, TransitionDone
 from worker.model.fetch import cache_folder, resolve_model
 from worker.planner_client import PlannerClient
-from worker.server import GenerationServicer, WorkerServicer
+from worker.server import GenerationServicer
+from worker.status_server import WorkerServicer
 from worker.text.tokenizer import Tokenizer
 
 SERVICES = ("nightjar.v1.GenerationService", "nightjar.v1.WorkerService")

@@ -20,6 +20,7 @@ from nightjar.config import parse
 from worker.config import WorkerConfig
 from worker.engine.main import start
 from worker.model.fetch import cache_folder, resolve_model
+from worker.text.chat_template import Chat, Message
 from worker.text.tokenizer import Tokenizer
 
 
@@ -115,7 +116,7 @@ class NightjarArm:
         """How far drafts got, by position: of a real pair on real prompts."""
         cache = cache_folder(self._config.cache_dir)
         tokenizer = Tokenizer.load(resolve_model(self._config.model, cache, lambda *_: None))
-        asked = [tokenizer.encode_chat([("user", text)]) for text in texts]
+        asked = [tokenizer.encode_chat(Chat([Message("user", text)])) for text in texts]
         room = self._driver.engine.max_model_len - max_tokens
         self._driver.closed(
             [ids for ids in asked if len(ids) <= room],

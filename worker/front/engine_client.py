@@ -11,8 +11,9 @@ from typing import Any
 from nightjar import errors, log
 from nightjar.errors import EngineFailure, NightjarError, Overloaded, Unavailable
 from worker.channel import MAX_UNSENT_BYTES
+from worker.front.admission import Place
 from worker.front.engine_process import EngineProcess
-from worker.front.streams import MAX_UNREAD_TOKENS, TokenStream
+from worker.front.streams import MAX_UNREAD_BYTES, TokenStream, Unread
 from worker.messages import (
     Abort,
     Progress,
@@ -41,13 +42,14 @@ class EngineClient:
         *,
         stream_interval_ms: int,
         progress_timeout_s: float,
-        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._process = EngineProcess(command, self._received)
         self._progress_timeout_s = progress_timeout_s
         self._interval_s = stream_interval_ms / 1000
-        self._max_unread_tokens = max_unread_tokens
+        self._max_unread_bytes = max_unread_bytes
+        self._unread = Unread()
         self._ids = itertools.count(1)
         self._streams: dict[int, TokenStream] = {}
         self._unwoken: list[TokenStream] = []
@@ -135,8 +137,23 @@ class EngineClient:
         if self._process.channel is not None:
             self._process.channel.send(message)
 
-    def submit(self, prompt_token_ids: list[int], sampling: SamplingParams) -> TokenStream:
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        prior_token_ids: Sequence[int] = (),
+        *,
+        place: Place | None = None,
+        wake: asyncio.Event | None = None,
+    ) -> TokenStream:
         """Hand a request to the engine; the reader closes the stream.
+
+        Args:
+            prompt_token_ids: The prompt.
+            sampling: How to go on.
+            prior_token_ids: Tokens that the answer has already.
+            place: Is told of the first token and of the end.
+            wake: Is set when there is something to read; one of its own by default.
 
         Raises:
             Unavailable: The engine is not there.
@@ -147,11 +164,21 @@ class EngineClient:
             raise Unavailable("the engine is not running")
         if channel.unsent_bytes > MAX_UNSENT_BYTES:
             raise Overloaded("the engine takes no requests at present", retry_after_s=1.0)
-        stream = TokenStream(next(self._ids), self._close, self._max_unread_tokens)
+        stream = TokenStream(
+            next(self._ids),
+            self._close,
+            place=place,
+            wake=wake,
+            unread=self._unread,
+            max_unread_bytes=self._max_unread_bytes,
+        )
         self._streams[stream.request_id] = stream
         channel.send(
             Submit(
-                request_id=stream.request_id, prompt_token_ids=prompt_token_ids, sampling=sampling
+                request_id=stream.request_id,
+                prompt_token_ids=prompt_token_ids,
+                sampling=sampling,
+                prior_token_ids=list(prior_token_ids),
             )
         )
         return stream
@@ -182,12 +209,19 @@ class EngineClient:
     def _deliver(self, output: StepOutput) -> None:
         token_ids, start = memoryview(output.token_ids), 0
         joined = len(self._streams) > FEW_STREAMS and self._interval_s > 0
+        for chunk in output.prompt_logprobs:
+            asked = self._streams.get(chunk.request_id)
+            if asked is not None:
+                if not asked.push_prompt(chunk):
+                    asked.close()
+                asked.wake()
+        logprobs = {one.request_id: one for one in output.logprobs}
         for request_id, num_tokens in zip(output.request_ids, output.num_tokens, strict=True):
             end = start + 4 * num_tokens
             stream = self._streams.get(request_id)
             if stream is not None:
                 wait = joined and stream.started
-                if not stream.push(token_ids[start:end]):
+                if not stream.push(token_ids[start:end], logprobs.get(request_id)):
                     stream.close()
                 elif wait:
                     self._unwoken.append(stream)

@@ -16,6 +16,7 @@ from nightjar.validation import Limits
 from worker.config import WorkerConfig, resolved
 from worker.front.admission import Admission
 from worker.front.engine_client import EngineClient
+from worker.text.chat_template import Chat
 from worker.text.tokenizer import Tokenizer
 
 # Shorter prompts are tokenized in less time than a thread takes to start on them.
@@ -28,7 +29,9 @@ class WorkerState:
     def __init__(self, config: WorkerConfig, engine: EngineClient) -> None:
         self.config = config
         self.engine = engine
-        self.admission = Admission(resolved(config).max_num_seqs, config.max_waiting)
+        self.admission = Admission(
+            resolved(config).max_num_seqs, config.max_waiting, config.max_waiting_tokens
+        )
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.model_name = served_name(config)
         self.tokenizer: Tokenizer | None = None
@@ -61,8 +64,8 @@ class WorkerState:
         self._longest_token = max(map(len, tokenizer.vocabulary().values()))
         self.tokenizer = tokenizer
 
-    async def encode(self, prompt: str | list[tuple[str, str]], limits: Limits) -> list[int]:
-        """Token ids of a text, or of (role, content) messages under the model's own template.
+    async def encode(self, prompt: str | Chat, limits: Limits) -> list[int]:
+        """Token ids of a text, or of a chat under the model's own template.
 
         A long prompt is tokenized beside the event loop, and not at all if it is longer than
         as many of the longest token as the context holds.
@@ -71,14 +74,15 @@ class WorkerState:
             InvalidRequest: It is that long, is no valid text, or has no place in the template.
         """
         assert self.tokenizer is not None
+        most = limits.max_model_len * self._longest_token
         encode: Callable[[], list[int]]
         if isinstance(prompt, str):
             field, size = "text", len(prompt)
             encode = functools.partial(self.tokenizer.encode, prompt)
         else:
-            field, size = "chat.messages", sum(len(content) for _, content in prompt)
-            encode = functools.partial(self.tokenizer.encode_chat, prompt)
-        if size > limits.max_model_len * self._longest_token:
+            field, size = "chat.messages", prompt.num_characters
+            encode = functools.partial(self.tokenizer.encode_chat, prompt, most)
+        if size > most:
             raise InvalidRequest(
                 field,
                 f"{size} characters can never fit the context of {limits.max_model_len} tokens",

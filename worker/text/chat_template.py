@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -17,10 +18,54 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from nightjar.errors import ConfigError, InvalidRequest
 
 
+class ToolCall(NamedTuple):
+    """A call that an assistant's message made; the arguments are JSON text of an object."""
+
+    call_id: str
+    name: str
+    arguments_json: str
+
+
+class Message(NamedTuple):
+    """One message; a role is "system", "user", "assistant" or "tool"."""
+
+    role: str
+    content: str
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+
+
+class Tool(NamedTuple):
+    """A function that the model may call; the parameters are a JSON Schema's text, or empty."""
+
+    name: str
+    description: str
+    parameters_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, oldest first, and the tools that the model is told of."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+
+    @property
+    def num_characters(self) -> int:
+        """Characters that a prompt of it has at least, if its template leaves nothing out."""
+        texts = [message.content for message in self.messages]
+        texts += [c.arguments_json for message in self.messages for c in message.tool_calls]
+        texts += [tool.description for tool in self.tools]
+        return sum(map(len, texts))
+
+
 class ChatTemplate:
     """A compiled template. It comes from the model's folder only, never from a request."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], tool_source: str | None = None
+    ) -> None:
+        """Compile a template, and the one for chats with tools if there is one apart."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -31,6 +76,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self._tool_template = (
+                self._template if tool_source is None else environment.from_string(tool_source)
+            )
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template cannot be compiled: {error}") from error
         self._special_tokens = special_tokens
@@ -46,34 +94,105 @@ class ChatTemplate:
         """
         path = folder / "chat_template.jinja"
         if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), special_tokens)
-        source = settings.get("chat_template")
+            more = folder / "additional_chat_templates" / "tool_use.jinja"
+            for_tools = more.read_text(encoding="utf-8") if more.is_file() else None
+            return cls(path.read_text(encoding="utf-8"), special_tokens, for_tools)
+        source, for_tools = settings.get("chat_template"), None
         if isinstance(source, list):  # several, by name
-            source = {one.get("name"): one.get("template") for one in source}.get("default")
+            named = {one.get("name"): one.get("template") for one in source}
+            source, for_tools = named.get("default"), named.get("tool_use")
         if source is None:
             return None
-        if not isinstance(source, str):
+        if not isinstance(source, str) or not isinstance(for_tools, str | None):
             raise ConfigError("tokenizer_config.json: chat_template must be text")
-        return cls(source, special_tokens)
+        return cls(source, special_tokens, for_tools)
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The prompt of a chat of (role, content), ready for the assistant's answer.
+    def render(self, chat: Chat) -> str:
+        """The prompt of a chat, ready for the assistant's answer.
 
         Raises:
-            InvalidRequest: The template refuses these messages.
+            InvalidRequest: The template refuses the chat, or has no place for a part of it.
         """
+        tools = [_tool(tool) for tool in chat.tools]
+        messages = _messages(chat.messages)
+        text = self._render(messages, tools)
+        # What a template leaves out, the model would never see: such a prompt would be answered
+        # as if it had not been sent. The text without it tells.
+        if tools and self._renders_as(text, messages, []):
+            raise InvalidRequest("chat.tools", "this model's chat template has no place for tools")
+        for i, message in enumerate(messages):
+            if "tool_calls" in message:
+                bare = {key: value for key, value in message.items() if key != "tool_calls"}
+                if self._renders_as(text, [*messages[:i], bare, *messages[i + 1 :]], tools):
+                    raise InvalidRequest(
+                        f"chat.messages[{i}].tool_calls",
+                        "this model's chat template has no place for calls of tools",
+                    )
+                break
+        for i, message in enumerate(messages):
+            if message["role"] == "tool":
+                if self._renders_as(text, [*messages[:i], *messages[i + 1 :]], tools):
+                    raise InvalidRequest(
+                        f"chat.messages[{i}].role",
+                        "this model's chat template has no place for answers of tools",
+                    )
+                break
+        return text
+
+    def _renders_as(
+        self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> bool:
         try:
-            return self._template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
+            return self._render(messages, tools) == text
+        except InvalidRequest:
+            return False  # what is left is no chat: the template takes notice
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        template = self._tool_template if tools else self._template
+        try:
+            return template.render(
+                messages=messages,
                 add_generation_prompt=True,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(
                 "chat.messages", f"refused by the chat template: {error}"
             ) from None
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    """A tool in the form that templates are written for, OpenAI's."""
+    empty: dict[str, Any] = {"type": "object", "properties": {}}
+    parameters = json.loads(tool.parameters_json) if tool.parameters_json else empty
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages in the form that templates are written for; arguments of calls as objects."""
+    names: dict[str, str] = {}  # of the functions, by their calls
+    rendered = []
+    for message in messages:
+        one: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            one["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments_json)},
+                }
+                for call in message.tool_calls
+            ]
+            names.update((call.call_id, call.name) for call in message.tool_calls)
+        if message.tool_call_id:
+            one["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in names:
+                one["name"] = names[message.tool_call_id]
+        rendered.append(one)
+    return rendered
 
 
 class _Generation(Extension):

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from nightjar.errors import ConfigError, InvalidRequest
-from worker.text.chat_template import ChatTemplate
+from worker.text.chat_template import Chat, ChatTemplate
 
 # Decoders whose text of a token depends on nothing but the token and on being the first one.
 _DECODERS = {"Metaspace", "WordPiece", "Replace", "ByteFallback", "Fuse", "Strip"}
@@ -97,19 +97,23 @@ class Tokenizer:
         _check_unicode("text", text)
         return list(self._backend.encode(text).ids)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Ids of a chat of (role, content), rendered by the model's own template, answer next.
+    def encode_chat(self, chat: Chat, max_characters: int | None = None) -> list[int]:
+        """Ids of a chat, rendered by the model's own template, the assistant's answer next.
 
         Raises:
-            InvalidRequest: No template, the template refuses the messages, or a lone surrogate.
+            InvalidRequest: No template, the template refuses the chat, its text is longer than
+                `max_characters`, or a lone surrogate.
         """
-        for i, (role, content) in enumerate(messages):
-            _check_unicode(f"chat.messages[{i}].role", role)
-            _check_unicode(f"chat.messages[{i}].content", content)
+        for i, message in enumerate(chat.messages):
+            _check_unicode(f"chat.messages[{i}].role", message.role)
+            _check_unicode(f"chat.messages[{i}].content", message.content)
         if self._template is None:
             raise InvalidRequest("chat", "this model has no chat template; send text or tokens")
         # The template writes BOS and the like itself.
-        text = self._template.render(messages)
+        text = self._template.render(chat)
+        if max_characters is not None and len(text) > max_characters:
+            raise InvalidRequest("chat", f"{len(text)} characters can never fit the context")
+        _check_unicode("chat", text)  # JSON can spell surrogates that proto's strings cannot hold
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
@@ -126,6 +130,12 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token_id] = self._as_bytes(token_id, first=False)
         return known
+
+    def own_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """A token's bytes as `token_bytes`, but those of special tokens as they are written."""
+        if token_id in self._special:
+            return self._vocabulary[token_id].encode()
+        return self.token_bytes(token_id, first=first)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of an answer, special tokens left out, invalid bytes as U+FFFD."""

@@ -11,6 +11,7 @@ from engine_rig import Rig, params
 from worker.messages import SamplingParams
 from worker.model.build import Models
 from worker.model.fetch import default_draft
+from worker.text.chat_template import Chat, Message
 from worker.text.tokenizer import Tokenizer
 
 QUESTIONS = [
@@ -45,7 +46,7 @@ def test_gamma_changes_no_answer(models: Models, smollm2: Path) -> None:
     tokenizer = Tokenizer.load(smollm2)
     requests: list[tuple[list[int], SamplingParams]] = [
         (
-            tokenizer.encode_chat([("user", question)]),
+            tokenizer.encode_chat(Chat([Message("user", question)])),
             params(temperature=temperature, seed=3, max_tokens=16),
         )
         for question in QUESTIONS

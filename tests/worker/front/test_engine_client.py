@@ -28,14 +28,14 @@ def started(tmp_path: Path) -> Maker:
 
     @asynccontextmanager
     async def make(
-        *flags: str, max_unread_tokens: int = 1000, progress_timeout_s: float = 5
+        *flags: str, max_unread_bytes: int = 4000, progress_timeout_s: float = 5
     ) -> AsyncIterator[EngineClient]:
         command = [sys.executable, fake_engine.__file__, f"--log={tmp_path}/log", *flags]
         client = EngineClient(
             command,
             stream_interval_ms=20,
             progress_timeout_s=progress_timeout_s,
-            max_unread_tokens=max_unread_tokens,
+            max_unread_bytes=max_unread_bytes,
         )
         try:
             await client.start()
@@ -53,13 +53,14 @@ def sampling(max_tokens: int) -> SamplingParams:
 
 async def test_a_slow_reader_ends_its_own_stream_alone(started: Maker, tmp_path: Path) -> None:
     """Beyond its bound a stream fails, its request is aborted, and the neighbour is complete."""
-    async with started("--tick-ms=1", max_unread_tokens=50) as client:
+    async with started("--tick-ms=1", max_unread_bytes=200) as client:
         slow, neighbour = (client.submit([5, 6], sampling(200)) for _ in range(2))
         got: list[int] = []
         finished = None
         while finished is None:
-            token_ids, finished = await asyncio.wait_for(neighbour.read(), 20)
-            got += token_ids
+            batch = await asyncio.wait_for(neighbour.read(), 20)
+            finished = batch.finished
+            got += batch.token_ids
         assert len(got) == 200
         with pytest.raises(Overloaded, match="slow reader"):
             await slow.read()
@@ -119,13 +120,14 @@ def test_files_of_a_killed_engine_are_removed(tmp_path: Path) -> None:
 
 async def test_admission_counts_each_call_once() -> None:
     """Completing and leaving may be told in any order, any number of times."""
-    admission = Admission(1, 0)
+    admission = Admission(1, 0, 10)
     ticket = admission.enter()
     with pytest.raises(Overloaded) as caught:
         admission.enter()
     assert 0.1 <= caught.value.retry_after_s <= 30
-    ticket.complete()
-    ticket.complete()
+    (place,) = ticket.places
+    place.complete()
+    place.complete()
     other = admission.enter()  # the answer is complete, though its client still reads
     assert (admission.num_live, admission.num_open) == (1, 2)
     for _ in range(2):

@@ -155,7 +155,6 @@ async def test_bad_prompts_are_named(front: FrontMaker) -> None:
     ("fields", "named"),
     [
         ({"min_tokens": 3}, "sampling.min_tokens"),
-        ({"n": 2}, "sampling.n"),
         ({"logprobs": 0}, "sampling.logprobs"),
         ({"logit_bias": {1: 1.0}}, "sampling.logit_bias"),
         ({"frequency_penalty": 0.5}, "sampling.frequency_penalty"),

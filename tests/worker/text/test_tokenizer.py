@@ -15,7 +15,7 @@ from tokenizers import decoders, processors
 from transformers import AutoTokenizer
 
 from nightjar.errors import ConfigError, InvalidRequest
-from worker.text.chat_template import ChatTemplate
+from worker.text.chat_template import Chat, ChatTemplate, Message
 from worker.text.tokenizer import Tokenizer
 
 CHATS = [
@@ -53,7 +53,7 @@ def test_chat_equals_transformers(model: str, request: Any) -> None:
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         want = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert ours.encode_chat(chat) == want
+        assert ours.encode_chat(Chat([Message(*turn) for turn in chat])) == want
 
 
 def test_text_equals_transformers(smollm2: Path, smollm2_text: Tokenizer) -> None:
@@ -83,7 +83,10 @@ def test_bos_is_the_post_processors_choice() -> None:
     tokenizer = Tokenizer(backend, template=template)
     assert tokenizer.encode("a") == [0, *byte_tokenizer().encode("a").ids]
     assert tokenizer.encode("") == [0]
-    assert tokenizer.encode_chat([("user", "a")]) == [3, *byte_tokenizer().encode("a").ids]
+    assert tokenizer.encode_chat(Chat([Message("user", "a")])) == [
+        3,
+        *byte_tokenizer().encode("a").ids,
+    ]
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "a\udc00b", "ok \ud800"])
@@ -94,7 +97,7 @@ def test_lone_surrogates_are_refused(text: str, tiny: TinyModels) -> None:
         tokenizer.encode(text)
     assert caught.value.field == "text"
     with pytest.raises(InvalidRequest, match="lone surrogate") as caught:
-        tokenizer.encode_chat([("user", "fine"), ("user", text)])
+        tokenizer.encode_chat(Chat([Message("user", "fine"), Message("user", text)]))
     assert caught.value.field == "chat.messages[1].content"
 
 
@@ -112,7 +115,7 @@ def test_no_chat_template(tiny: TinyModels, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(copy_of(tiny.target, tmp_path / "m", chat_template=None))
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
-        tokenizer.encode_chat([("user", "hi")])
+        tokenizer.encode_chat(Chat([Message("user", "hi")]))
     assert tokenizer.encode("hi")
 
 
@@ -121,10 +124,10 @@ def test_named_templates_and_the_jinja_file(tiny: TinyModels, tmp_path: Path) ->
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     folder = copy_of(tiny.target, tmp_path / "m", chat_template=named)
     tokenizer = Tokenizer.load(folder)
-    assert tokenizer.decode(tokenizer.encode_chat([("user", "x")])) == "yes"
+    assert tokenizer.decode(tokenizer.encode_chat(Chat([Message("user", "x")]))) == "yes"
     (folder / "chat_template.jinja").write_text("file")
     tokenizer = Tokenizer.load(folder)
-    assert tokenizer.decode(tokenizer.encode_chat([("user", "x")])) == "file"
+    assert tokenizer.decode(tokenizer.encode_chat(Chat([Message("user", "x")]))) == "file"
 
 
 def test_template_features() -> None:
@@ -135,7 +138,9 @@ def test_template_features() -> None:
         "{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}{{ strftime_now('%%') }}"
         "{% if tools %}no{% endif %}{{ eos_token }}"
     )
-    got = ChatTemplate(source, {"eos_token": "E"}).render([("user", "<é>"), ("user", "b")])
+    got = ChatTemplate(source, {"eos_token": "E"}).render(
+        Chat([Message("user", "<é>"), Message("user", "b")])
+    )
     assert got == '"<é>"2%E'
 
 
@@ -151,7 +156,7 @@ def test_template_features() -> None:
 def test_template_refuses(source: str, match: str) -> None:
     """What a template refuses, or may not do, is the request's error and not a crash."""
     with pytest.raises(InvalidRequest, match=match):
-        ChatTemplate(source, {}).render([("user", "x")])
+        ChatTemplate(source, {}).render(Chat([Message("user", "x")]))
 
 
 def test_broken_files_stop_the_start(tiny: TinyModels, tmp_path: Path) -> None:
@@ -177,8 +182,9 @@ def test_loads_without_torch(tiny: TinyModels) -> None:
     """The front tokenizes and detokenizes without torch or transformers in its process."""
     code = (
         "import sys; from pathlib import Path; from worker.text.tokenizer import Tokenizer\n"
-        "import worker.text.detokenizer\n"
-        f"t = Tokenizer.load(Path({str(tiny.target)!r})); t.encode_chat([('user', 'hi')])\n"
+        "import worker.text.detokenizer; from worker.text.chat_template import Chat, Message\n"
+        f"t = Tokenizer.load(Path({str(tiny.target)!r}))\n"
+        "t.encode_chat(Chat([Message('user', 'hi')]))\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
