@@ -19,11 +19,13 @@ Rule = Literal["public", "key", "admin"]
 HTTP_RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", "/v1/chat/completions"): "key",
     ("POST", "/v1/completions"): "key",
+    ("POST", "/v1/embeddings"): "key",
     ("GET", "/v1/models"): "key",
     ("GET", "/v1/models/{name:path}"): "key",
     ("GET", "/health/live"): "public",
     ("GET", "/health/ready"): "public",
     ("GET", "/health"): "public",
+    ("GET", "/openapi.json"): "key",
 }
 
 # The gateway has no admin calls of its own, so it has no admin port. Those of the other

@@ -25,6 +25,8 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise HttpError(415, "content-type: must be application/json", "content-type")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpError(415, "content-encoding: bodies are read as they are", "content-encoding")
     content = await _read(request, max_bytes)
     try:
         # NaN and Infinity pass, so that the validator refuses them as it does for gRPC.

@@ -1,31 +1,39 @@
-"""A POST route: body to request, request to answer, streamed or whole, until the client leaves."""
+"""A POST route: body to requests, requests to an answer, until it ends or its client leaves."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.dispatch import Dispatcher
+from gateway.http.answer import Answer
 from gateway.http.body import read_object
-from gateway.http.errors import render
-from gateway.http.render import Answer
-from gateway.http.schema import Parsed, Route, parse
+from gateway.http.errors import HttpError, render
+from gateway.http.events import Events, error_event
+from gateway.http.gate import request_id_of
+from gateway.http.merge import merged
+from gateway.http.nothing import Route
+from gateway.http.openapi import MAX_TIMEOUT_S
+from gateway.http.translate import Parsed, parse
+from gateway.http.whole import WholeAnswer
 from nightjar import log
 from nightjar.v1 import generation_pb2 as pb
 
+_TIMEOUT = "x-request-timeout"
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_START_OF_STREAM = {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM}
 _MAX_LOGGED_CHARACTERS = 128
 
 
@@ -38,17 +46,20 @@ class AnswerEndpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; its worker call ends with it, whoever ends it."""
+        """Serve one request; its worker calls end with it, whoever ends it."""
         request = Request(scope, receive)
         try:
+            timeout_s = _timeout_s(request.headers)
             body = await read_object(request, self._max_body_bytes)
-            parsed = parse(self._route, body, request.headers.get("x-request-id", ""))
+            parsed = parse(self._route, body, request_id_of(scope))
         except ClientDisconnect:
             return
         except Exception as error:
-            await _send_error(error, scope, receive, send)
+            status, content, headers = render(error)
+            response = JSONResponse(content, status_code=status, headers=headers)
+            await response(scope, receive, send)
             return
-        exchange = _Exchange(parsed, self._dispatcher)
+        exchange = _Exchange(parsed, self._dispatcher, timeout_s)
         await _while_connected(receive, exchange.run(scope, receive, send))
         exchange.log()
 
@@ -56,96 +67,86 @@ class AnswerEndpoint:
 class _Exchange:
     """One parsed request and its answer."""
 
-    def __init__(self, parsed: Parsed, dispatcher: Dispatcher) -> None:
+    def __init__(self, parsed: Parsed, dispatcher: Dispatcher, timeout_s: float | None) -> None:
         self._parsed = parsed
         self._dispatcher = dispatcher
-        self._answer = Answer(route=parsed.route)
+        self._timeout_s = timeout_s
+        self._answer = Answer(parsed)
         self._started_at = time.monotonic()
         self._outcome = "client left"
+        self._streaming = False
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; an error before the first token has its own status, a later one is an event."""
-        responses = self._dispatcher.generate(self._parsed.request, None)
-        streaming = False
         try:
-            async with aclosing(responses):
-                first = await anext(responses, None)
-                self._answer.model = self._parsed.request.model
+            async with aclosing(self._responses()) as responses:
                 if self._parsed.stream:
-                    await send(self._start_of_stream())
-                    streaming = True
-                    async with aclosing(self._chunks(first, responses)) as chunks:
-                        async for chunk in chunks:
-                            await send(_event(chunk))
-                    await send(_data(b"[DONE]"))
+                    events = Events(self._parsed, self._answer)
+                    async for response in responses:
+                        if piece := events.of(response):
+                            await self._stream(send, piece)
+                    await self._stream(send, events.end())
                 else:
-                    text = [self._answer.take(first)] if first else []
-                    text += [self._answer.take(response) async for response in responses]
-                    whole = JSONResponse(self._answer.whole("".join(text)))
-                    await whole(scope, receive, send)
-            self._outcome = self._answer.finish_reason
+                    whole = WholeAnswer(self._parsed, self._answer)
+                    async for response in responses:
+                        whole.take(response)
+                    await JSONResponse(whole.json())(scope, receive, send)
+            self._outcome = self._answer.outcome
         except Exception as error:
-            status, body, _ = render(error)
+            status, body, headers = render(error, self._parsed.renamed)
             self._outcome = f"error {status}: {body['error']['message']}"
-            if not streaming:
-                await _send_error(error, scope, receive, send)
+            if not self._streaming:
+                refusal = JSONResponse(body, status_code=status, headers=headers)
+                await refusal(scope, receive, send)
                 return
-            await send(_event(body))
-        if streaming:
+            await self._stream(send, error_event(body))
+        if self._streaming:
             await send({"type": "http.response.body", "body": b""})
 
     def log(self) -> None:
         """One line an answer; names given by the client are escaped and cut."""
+        request = self._parsed.requests[0]
         log.get().info(
             "answered",
             id=self._answer.id,
-            request_id=ascii(self._parsed.request.request_id[:_MAX_LOGGED_CHARACTERS]),
+            request_id=ascii(request.request_id[:_MAX_LOGGED_CHARACTERS]),
             user=ascii(self._parsed.user[:_MAX_LOGGED_CHARACTERS]),
             outcome=ascii(self._outcome),
             num_tokens=self._answer.num_completion_tokens,
             elapsed_ms=round(1000 * (time.monotonic() - self._started_at)),
         )
 
-    async def _chunks(
-        self, first: pb.GenerateResponse | None, responses: AsyncIterator[pb.GenerateResponse]
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """The JSON of all chunks; the last waits for the usage, which closes an answer."""
-        parsed, answer = self._parsed, self._answer
-        text = answer.take(first) if first else ""
-        if parsed.route == "chat":
-            yield self._with_usage(answer.chunk("", first=True))
-        if text:
-            yield self._with_usage(answer.chunk(text))
-        async for response in responses:
-            if text := answer.take(response):
-                yield self._with_usage(answer.chunk(text))
-        yield self._with_usage(answer.chunk("", last=True))
-        if parsed.include_usage:
-            yield answer.usage_chunk()
+    def _responses(self) -> AsyncGenerator[pb.GenerateResponse]:
+        streams = [
+            self._dispatcher.generate(request, self._timeout_s) for request in self._parsed.requests
+        ]
+        return streams[0] if len(streams) == 1 else merged(streams, self._parsed.num_choices)
 
-    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        if self._parsed.continuous_usage:
-            chunk["usage"] = self._answer.usage_so_far()
-        elif self._parsed.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _start_of_stream(self) -> dict[str, Any]:
-        return {"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM)}
+    async def _stream(self, send: Send, content: bytes) -> None:
+        """Send a piece; the first one is the answer's status too."""
+        if not self._streaming:
+            self._streaming = True
+            await send(_START_OF_STREAM)
+        await send({"type": "http.response.body", "body": content, "more_body": True})
 
 
-def _event(content: dict[str, Any]) -> dict[str, Any]:
-    return _data(json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode())
+def _timeout_s(headers: Headers) -> float | None:
+    """The seconds that the client gives its answer, from now on; None where it does not say.
 
-
-def _data(content: bytes) -> dict[str, Any]:
-    body = b"data: " + content + b"\n\n"
-    return {"type": "http.response.body", "body": body, "more_body": True}
-
-
-async def _send_error(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    status, body, headers = render(error)
-    await JSONResponse(body, status_code=status, headers=headers)(scope, receive, send)
+    Raises:
+        HttpError: 400, they are no number of seconds.
+    """
+    given = headers.get(_TIMEOUT)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        sentence = f"{_TIMEOUT}: must be seconds, above 0 and at most {MAX_TIMEOUT_S:g}"
+        raise HttpError(400, sentence, _TIMEOUT, "invalid_value")
+    return seconds
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

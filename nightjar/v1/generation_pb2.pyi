@@ -569,22 +569,28 @@ class GenerationStart(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     ARITHMETIC_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_PROMPT_TOKEN_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Seed in use, drawn at admission where the request had none."""
     arithmetic_fingerprint: _builtins.str
     """Fingerprint of the worker's arithmetic."""
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
+    first_prompt_token: _builtins.bytes
+    """Where prompt_logprobs were asked for: the raw bytes of the prompt's first token, which has no
+    log-probability.
+    """
     def __init__(
         self,
         *,
         seed: _builtins.int = ...,
         arithmetic_fingerprint: _builtins.str = ...,
         num_prompt_tokens: _builtins.int = ...,
+        first_prompt_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic_fingerprint", b"arithmetic_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arithmetic_fingerprint", b"arithmetic_fingerprint", "first_prompt_token", b"first_prompt_token", "num_prompt_tokens", b"num_prompt_tokens", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
