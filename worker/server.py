@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -47,8 +48,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         def on_end(callback: Any) -> None:
             context.add_done_callback(lambda _: callback())
 
-        async for piece in answer(self._state, request_of(request), on_end):
-            yield response_of(piece)
+        async with aclosing(answer(self._state, request_of(request), on_end)) as pieces:
+            async for piece in pieces:
+                yield response_of(piece)
 
 
 def request_of(request: pb.GenerateRequest) -> Request:

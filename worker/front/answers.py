@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 
 import msgspec
 
@@ -29,7 +30,7 @@ MAX_LOGPROBS = 64
 OnEnd = Callable[[Callable[[], None]], None]
 
 
-async def answer(state: WorkerState, request: Request, on_end: OnEnd) -> AsyncIterator[Piece]:
+async def answer(state: WorkerState, request: Request, on_end: OnEnd) -> AsyncGenerator[Piece]:
     """The answer to a validated request, as the engine makes it.
 
     `on_end(callback)` has the callback called when the call has ended, however it ended: the
@@ -66,9 +67,10 @@ async def answer(state: WorkerState, request: Request, on_end: OnEnd) -> AsyncIt
         start: Start | None = Start(
             seed=sampling.seed, fingerprint=fingerprint, num_prompt_tokens=len(prompt)
         )
-        async for piece in choices.pieces(tokenizer):
-            piece.start, start = start, None
-            yield piece
+        async with aclosing(choices.pieces(tokenizer)) as pieces:
+            async for piece in pieces:
+                piece.start, start = start, None
+                yield piece
     finally:
         if choices is not None:
             choices.close()
@@ -119,7 +121,7 @@ class _Choices:
         stream = self._submit(0, sampling, prior)
         self._live.append(_Choice(0, stream, text, tokenizer, self._prompt, unsent=unsent))
 
-    async def pieces(self, tokenizer: Tokenizer) -> AsyncIterator[Piece]:
+    async def pieces(self, tokenizer: Tokenizer) -> AsyncGenerator[Piece]:
         """What comes of all of them, until the last has ended."""
         while self._live:
             await self._wake.wait()
