@@ -137,13 +137,16 @@ class FakeDeviceRunner:
         """A row that begins where the device knows it begins."""
         row = staged.row
         if staged.uploaded is not None:
+            source = row.sequence
             own = Sequence(
-                row.sequence.request_id,
-                staged.uploaded,
-                row.sequence.params,
+                source.request_id,
+                staged.uploaded[: source.num_prompt_tokens],
+                source.params,
                 max_model_len=1 << 30,
                 max_gamma=0,
+                eos_token_ids=tuple(source.stop_ids),
             )
+            own.token_ids = staged.uploaded
             self._slots[row.slot] = staged.owner, own
         owner, own = self._slots[row.slot]
         assert owner == staged.owner

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Literal
 
 
@@ -84,6 +85,16 @@ class BlockManager:
         if block_id in self._cached:
             return Owner.CACHED
         return Owner.DRAFT if self._is_shut(block_id) else Owner.FREE
+
+    def ranges(self) -> list[tuple[int, int, Owner]]:
+        """First block and length of each run of blocks with one owner, in order."""
+        found: list[tuple[int, int, Owner]] = []
+        first = 0
+        for owner, run in groupby(map(self.owner, range(len(self._refs)))):
+            count = sum(1 for _ in run)
+            found.append((first, count, owner))
+            first += count
+        return found
 
     def _is_shut(self, block_id: int) -> bool:
         return block_id >= self.num_base_blocks and self._tail != "open"

@@ -82,7 +82,7 @@ class Drafting:
         rows = plan.rows
         lags = [self._lag(row) for row in rows] if self._has_cache else [1] * len(rows)
         limit = min(self.max_gamma, budget // len(rows)) if self.usable else 0
-        caps = [self._row_cap(row) for row in rows] if limit > 0 else [0]
+        caps = [self._row_cap(row, choice.gamma) for row in rows] if limit > 0 else [0]
         plan.possible_gamma = min(limit, max(caps))
         wanted = min(choice.gamma, plan.possible_gamma)
         if wanted > 0:
@@ -136,21 +136,24 @@ class Drafting:
             return 0
         return max(0, choice.num_extra_drafts)
 
-    def _row_cap(self, row: PlannedRow) -> int:
-        """Most drafts that a row could use now: they and one more token must have room."""
+    def _row_cap(self, row: PlannedRow, wanted: int) -> int:
+        """Most drafts that a row could use now: they and one more token must have room.
+
+        Where the draft model ends before what is `wanted` of it, the request is told so.
+        """
         assert self._proposer is not None
         sequence, flight = row.sequence, row.sequence.flight
         if sequence.draft_broken or (flight is not None and self._was_forgotten(flight)):
             return 0
         blocks = self._blocks
         num_slots = (len(sequence.block_table) + blocks.num_free) * blocks.block_size
-        cap = min(
-            sequence.max_num_tokens - row.bound - 1,
-            num_slots - row.bound,
-            self._proposer.max_row_gamma(row.bound),
-        )
-        max_gamma = sequence.params.max_gamma
-        return max(0, cap if max_gamma is None else min(cap, max_gamma))
+        cap = min(sequence.max_num_tokens - row.bound - 1, num_slots - row.bound)
+        if sequence.params.max_gamma is not None:
+            cap = min(cap, sequence.params.max_gamma)
+        most = self._proposer.max_row_gamma(row.bound)
+        if self._has_cache and most < min(cap, wanted):
+            sequence.limit_speculation("the draft model's context ended")
+        return max(0, min(cap, most))
 
     def _plan_row(self, row: PlannedRow, gamma: int, lag: int, max_catch_up: int) -> int:
         """Give a row its drafts, their slots, and its catch-up; returns the tokens caught up."""

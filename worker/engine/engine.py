@@ -24,6 +24,7 @@ from worker.messages import (
     Finished,
     GrantAnswer,
     PlannerLink,
+    PoolMapRequest,
     Shutdown,
     Status,
     StepOutput,
@@ -185,11 +186,12 @@ class Engine:
                     self._deliver(_ends([finished]))
             case Decision() | PlannerLink():
                 self.planner.on_message(message)
-            case TransitionRequest() | GrantAnswer() | AgentLink():
+            case TransitionRequest() | GrantAnswer() | AgentLink() | PoolMapRequest():
                 self.memory.on_message(message)
 
     def _submit(self, message: Submit) -> None:
-        prompt, params = message.prompt_token_ids, message.sampling
+        prompt, prior = message.prompt_token_ids, message.prior_token_ids
+        params = message.sampling
         sequence = Sequence(
             message.request_id,
             prompt,
@@ -199,11 +201,12 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
         )
         try:
-            if prompt and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-                raise ValueError(f"prompt token ids must lie in [0, {self.vocab_size})")
+            for name, token_ids in (("prompt", prompt), ("prior", prior)):
+                if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+                    raise ValueError(f"{name} token ids must lie in [0, {self.vocab_size})")
             if params.stop:
                 sequence.stop_detector = self._stop_detector(params.stop, params.min_tokens)
-            refused = self.scheduler.submit(sequence)
+            refused = self.scheduler.submit(sequence, prior)
         except Exception as error:  # of one request: the others are not to notice
             refused = sequence.ended("error", str(error))
         if refused is not None:
@@ -224,7 +227,7 @@ class Engine:
             raise EngineFailure(f"{MAX_FAILED_STEPS} steps in a row failed: {error}") from error
 
     def _deliver(self, output: StepOutput) -> None:
-        if output.request_ids or output.finished:
+        if output.request_ids or output.finished or output.prompt_logprobs:
             self.channel.send(output)
 
     def _report_status(self, every_s: float) -> None:

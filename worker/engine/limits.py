@@ -14,7 +14,7 @@ def check_config(config: WorkerConfig) -> None:
     Raises:
         ConfigError: Names the flags.
     """
-    chosen, config = config.device, resolved(config)
+    config = resolved(config)
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens={config.max_num_batched_tokens}: must be at least "
@@ -22,11 +22,6 @@ def check_config(config: WorkerConfig) -> None:
         )
     if config.draft and config.proposer != "draft_model":
         raise ConfigError(f"--draft={config.draft!r}: --proposer={config.proposer} uses no draft")
-    if chosen == "cuda" and config.memory_agent:  # with "auto" the worker goes on without it
-        raise ConfigError(
-            f"--memory-agent={config.memory_agent!r}: the agent maps pools of CPU workers only; "
-            "leave it out, or say --device=cpu"
-        )
     if config.device == "cpu" and config.dtype == "float16":
         raise ConfigError("--dtype='float16': runs on a GPU only; choose float32 or bfloat16")
     if config.gamma is None:

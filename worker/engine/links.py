@@ -17,6 +17,8 @@ from worker.messages import (
     Decision,
     GrantAnswer,
     PlannerLink,
+    PoolMap,
+    PoolMapRequest,
     Reports,
     ToFront,
     TransitionRequest,
@@ -124,8 +126,16 @@ class Memory:
         self._send, self._clock = send, clock
         self._pressure = PressureReports()
 
-    def on_message(self, message: TransitionRequest | GrantAnswer | AgentLink) -> None:
+    def on_message(
+        self, message: TransitionRequest | GrantAnswer | AgentLink | PoolMapRequest
+    ) -> None:
         """Take what came from the agent's stream."""
+        if isinstance(message, PoolMapRequest):
+            blocks = self._scheduler.blocks
+            ranges = [(first, count, owner.value) for first, count, owner in blocks.ranges()]
+            base, extra = blocks.num_base_blocks, blocks.num_extra_blocks
+            self._send(PoolMap(ranges=ranges, num_base_blocks=base, num_extra_blocks=extra))
+            return
         self._send_all(self.elastic.on_message(message))
 
     def advance(self) -> None:

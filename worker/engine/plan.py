@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from worker.engine.decisions import Choice
 from worker.engine.sequence import Sequence
-from worker.messages import Context
+from worker.messages import Context, Logprobs
 
 MAX_SCORED = 256  # prompt tokens of a step whose logits are kept: memory for logits is bounded
 
@@ -65,6 +65,7 @@ class Plan:
     num_verified: int = 0  # most drafts the target takes: of more, the likeliest of all rows
     context: Context | None = None  # of the step, as far as the scheduler knows it
     possible_gamma: int = 0  # feasible once the draft has caught up: what a decision may ask for
+    num_scored: int = 0  # tokens of all rows' `scored`
 
 
 @dataclass(slots=True)
@@ -74,6 +75,16 @@ class TokenLogprobs:
     chosen: npt.NDArray[np.float32]  # [m]
     top_ids: npt.NDArray[np.int32]  # [m, k], best first; of equals the lowest id first
     top: npt.NDArray[np.float32]  # [m, k]
+
+    def message(self, request_id: int, num_tokens: int) -> Logprobs:
+        """The first positions', to be sent."""
+        return Logprobs(
+            request_id=request_id,
+            num_top=self.top_ids.shape[1],
+            chosen=self.chosen[:num_tokens].astype("<f4", copy=False).tobytes(),
+            top_ids=self.top_ids[:num_tokens].astype("<i4", copy=False).tobytes(),
+            top=self.top[:num_tokens].astype("<f4", copy=False).tobytes(),
+        )
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ releases while a step in flight names it waits in limbo.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from worker.engine.block_manager import BlockManager
@@ -73,11 +74,29 @@ class Rows:
         """Whether any request is unfinished."""
         return bool(self._by_id)
 
-    def submit(self, sequence: Sequence) -> Finished | None:
-        """Queue a request, or say why it can never run."""
+    def submit(self, sequence: Sequence, prior_token_ids: Seq[int] = ()) -> Finished | None:
+        """Queue a request, or say why it can never run.
+
+        Args:
+            sequence: As its prompt left it.
+            prior_token_ids: Of its answer, generated elsewhere. If they fulfil a stop rule it
+                ends at once, with that reason; it is refused if they go on after their end.
+        """
         reason = self._refusal(sequence)
         if reason:
             return sequence.ended("error", reason)
+        num_kept, ended = sequence.resume(prior_token_ids)
+        if num_kept < len(prior_token_ids):
+            return sequence.ended(
+                "error",
+                f"the answer to be resumed ended with its token {num_kept} ({ended}), "
+                f"but has {len(prior_token_ids)}",
+            )
+        if ended:
+            return sequence.ended(ended)
+        asked, most = sequence.params.max_gamma, self.drafting.max_gamma
+        if asked is not None and asked > most:
+            sequence.limit_speculation(f"this worker drafts at most {most} tokens a step")
         self._by_id[sequence.request_id] = sequence
         self._waiting.append(sequence)
         return None

@@ -14,10 +14,10 @@ from array import array
 from collections.abc import Callable
 
 from worker.engine.decisions import Choice
-from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult
+from worker.engine.plan import MAX_SCORED, Plan, PlannedRow, RowResult, StepResult, TokenLogprobs
 from worker.engine.rows import Rows
 from worker.engine.sequence import Sequence, SequenceStatus, advance
-from worker.messages import Context, Finished, StepOutput
+from worker.messages import Context, Finished, Logprobs, StepOutput
 
 Chooser = Callable[[int, int], Choice]  # (decode rows, their KV tokens) -> gamma
 
@@ -99,7 +99,8 @@ class Scheduler(Rows):
             if left > 0 and not sequence.will_decode:
                 left -= self._add_chunk(plan, sequence, left)
         while left > 0 and self._waiting and self._free_slots:
-            if not self._admit(self._waiting[0]):
+            scores = self._waiting[0].num_unscored > 0
+            if (scores and plan.num_scored >= MAX_SCORED) or not self._admit(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
@@ -111,7 +112,17 @@ class Scheduler(Rows):
     def _add_chunk(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         first, end = sequence.will_have_computed, sequence.num_prefill_tokens
         num_tokens = min(end - first, budget)
+        scored = range(0)
+        if sequence.num_unscored:
+            # Nothing is generated before all of it is scored: the row's tokens are the prompt.
+            start = max(first, sequence.first_unscored)
+            num_tokens = min(num_tokens, start + MAX_SCORED - plan.num_scored - first)
+            scored = range(start, min(first + num_tokens, end - 1))
+            plan.num_scored += len(scored)
+        if num_tokens <= 0:
+            return 0
         row = PlannedRow(sequence, sequence.epoch, num_tokens, first + num_tokens == end, False)
+        row.scored = scored
         row.first, row.bound, row.slot = first, end, sequence.slot
         plan.rows.append(row)
         return num_tokens
@@ -122,8 +133,14 @@ class Scheduler(Rows):
         if self._in_flight(sequence):
             return False
         num_tokens = len(sequence.token_ids)
-        # The last token is always computed: its logits are wanted.
-        hashes = sequence.hashes((num_tokens - 1) // size, size, blocks.salt)
+        # The last token is always computed, its logits are wanted; so are those of tokens that
+        # the prompt's log-probabilities are still to be read of.
+        most = (
+            min(num_tokens - 1, sequence.first_unscored)
+            if sequence.num_unscored
+            else num_tokens - 1
+        )
+        hashes = sequence.hashes(most // size, size, blocks.salt)
         cached = blocks.match(hashes)
         # A block each for the rows that run, so that admitting does not preempt at once.
         needed = -(-(num_tokens + 1) // size) - len(cached) + len(self.running)
@@ -136,7 +153,9 @@ class Scheduler(Rows):
         assert found
         sequence.num_prefill_tokens = num_tokens
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.num_cached_tokens = min(
+                sequence.num_computed_tokens, sequence.num_prompt_tokens
+            )
         return True
 
     # ---- a step ends ----
@@ -184,8 +203,11 @@ class Scheduler(Rows):
             sequence.num_computed_tokens += row.num_tokens
             sequence.phase = "decode" if row.samples else "prefill"
         self._record_blocks(row, result, num_before, draft_version)
+        if result.prompt_logprobs is not None:
+            sequence.num_unscored -= len(row.scored)
+            output.add_prompt_logprobs(sequence.request_id, result.prompt_logprobs)
         if num_kept:
-            output.add(sequence.request_id, sequence.token_ids[num_known:])
+            output.add(sequence.request_id, sequence.token_ids[num_known:], result.logprobs)
             self.num_generated_tokens += num_kept
         if reason:
             output.finished.append(self._finish(sequence, reason))
@@ -223,6 +245,7 @@ class Scheduler(Rows):
         table, num_computed = sequence.block_table, sequence.num_computed_tokens
         if result.draft_failed:
             sequence.draft_broken = True
+            sequence.limit_speculation("the draft's logits were not numbers")
             blocks.forget_draft(table)
         elif result.draft_end and row.draft_version == draft_version:
             blocks.fill_draft(table, row.draft_start, min(result.draft_end, num_computed))
@@ -251,12 +274,23 @@ class _Columns:
         self._request_ids: list[int] = []
         self._num_tokens: list[int] = []
         self._token_ids = array("i")
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
         self.finished: list[Finished] = []
 
-    def add(self, request_id: int, token_ids: list[int]) -> None:
+    def add(
+        self, request_id: int, token_ids: list[int], logprobs: TokenLogprobs | None = None
+    ) -> None:
+        """Add a row's new tokens; of the log-probabilities only theirs."""
         self._request_ids.append(request_id)
         self._num_tokens.append(len(token_ids))
         self._token_ids.extend(token_ids)
+        if logprobs is not None:
+            self._logprobs.append(logprobs.message(request_id, len(token_ids)))
+
+    def add_prompt_logprobs(self, request_id: int, logprobs: TokenLogprobs) -> None:
+        """Add those of the next part of a row's prompt."""
+        self._prompt_logprobs.append(logprobs.message(request_id, len(logprobs.chosen)))
 
     def message(self) -> StepOutput:
         return StepOutput(
@@ -264,4 +298,6 @@ class _Columns:
             num_tokens=self._num_tokens,
             token_ids=self._token_ids.tobytes(),
             finished=self.finished,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )

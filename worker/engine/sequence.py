@@ -73,6 +73,7 @@ class Sequence:
         "proposer_state",
         "request_id",
         "slot",
+        "speculation_limits",
         "status",
         "stop_detector",
         "stop_ids",
@@ -99,7 +100,7 @@ class Sequence:
         if not params.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
         self.stop_detector = stop_detector
-        # Most tokens that it may have without any stop rule ending it.
+        # Until it has more than these no stop id ends it; a detector knows by itself.
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.processors: Processors | None = None  # None: logits stay as they are
         if is_asked(params):
@@ -131,11 +132,17 @@ class Sequence:
         self.num_preemptions = 0
         self.gamma_histogram = [0] * (max_gamma + 1)
         self.policy_version = ""
+        self.speculation_limits: list[str] = []  # why it was drafted for with less than it asked
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated and delivered."""
+        """Tokens of the answer, those that it was resumed with included."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def first_unscored(self) -> int:
+        """Position whose logits tell how likely the prompt's first token without them is."""
+        return self.num_prompt_tokens - 1 - self.num_unscored
 
     # ---- when the step in flight, if any, has retired ----
 
@@ -169,6 +176,23 @@ class Sequence:
 
     # ---- content ----
 
+    def resume(self, token_ids: Seq[int]) -> tuple[int, str]:
+        """Go on after an answer's first tokens, as if they had been generated here.
+
+        Whoever has them has the prompt's log-probabilities too.
+
+        Returns:
+            As `advance`: an answer that has ended already is told with its reason.
+        """
+        if token_ids:
+            self.num_unscored = 0
+        return advance(self, token_ids)
+
+    def limit_speculation(self, reason: str) -> None:
+        """Note why it gets fewer drafts than it asked for."""
+        if reason not in self.speculation_limits:
+            self.speculation_limits.append(reason)
+
     def hashes(self, num_blocks: int, block_size: int, salt: bytes) -> list[bytes]:
         """Hash chain of the first `num_blocks` blocks, which must be full of known tokens."""
         chain = self.block_hashes
@@ -190,6 +214,7 @@ class Sequence:
             gamma_histogram=tuple(self.gamma_histogram),
             policy_version=self.policy_version,
             num_preemptions=self.num_preemptions,
+            speculation_limit="; ".join(self.speculation_limits),
         )
 
     def ended(self, reason: str, error: str = "") -> Finished:
@@ -204,6 +229,10 @@ def chain_hash(parent: bytes, token_ids: Seq[int]) -> bytes:
 
 def advance(sequence: Sequence, token_ids: Seq[int]) -> tuple[int, str]:
     """Append tokens until a stop rule holds.
+
+    While the answer has at most `min_tokens` tokens no stop id ends it: they are not sampled
+    either. A stop string that is complete in fewer tokens is never honoured, unless it occurs
+    again. A `min_tokens` that the context cannot hold ends with the context, by "length".
 
     Returns:
         How many were appended, the one that stopped it included, and the finish reason:

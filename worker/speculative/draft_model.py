@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from worker.engine.plan import PlannedRow, caught_up
 from worker.model.batch import Forward
 from worker.sampling import log_probabilities
+from worker.sampling.processors import Span, process
 from worker.speculative.batches import BatchBuilder
 from worker.speculative.proposer import Proposal, Sampler
 from worker.speculative.selection import likeliest
@@ -17,7 +18,7 @@ class DraftModelProposer:
 
     The first forward of a row takes every token that the draft's cache lacks; rows that lack
     more than the usual are caught up before, in a forward of its own, so that its cost is known.
-    The draft chooses with the target's own sampler, parameters and positions.
+    The draft chooses with the target's own processors, sampler, parameters and positions.
     """
 
     has_cache = True
@@ -100,8 +101,8 @@ class DraftModelProposer:
     ) -> list[int]:
         """One more draft, and its log-probability, for the active rows; returns who goes on."""
         batch = BatchBuilder(self._block_size)
-        positions = []
-        for index in active:
+        positions, spans = [], []
+        for line, index in enumerate(active):
             row, drafts = rows[index], proposal.drafts[index]
             sequence = row.sequence
             num_tokens = len(sequence.token_ids) + len(drafts)
@@ -111,7 +112,11 @@ class DraftModelProposer:
                 first = row.draft_start + row.num_catch_up
                 batch.add(sequence.token_ids[first:], first, sequence.block_table, 1)
             positions.append(num_tokens)
+            if sequence.processors is not None:
+                spans.append(Span.of(sequence.processors, sequence.token_ids, drafts, line, 1))
         logits = self._draft.run(batch.build())[:, : self._vocab_size]
+        if spans:
+            process(logits, spans)
         params = [rows[index].sequence.params for index in active]
         chosen = self._sample(logits, params, positions)
         if scores is not None:
