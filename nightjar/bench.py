@@ -1,4 +1,4 @@
-"""`nightjar bench <verb>`: measurements on this machine, each imported only when used."""
+"""`nightjar bench <verb>`: measurements, each imported only when used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from nightjar.cli import dispatch
 
 VERBS: dict[str, tuple[str, str]] = {
+    "serve": (
+        "planner_service.load.cli:main",
+        "load a running server, and measure throughput, latencies, goodput and acceptance",
+    ),
     "calibrate": (
         "worker.calibration.cli:main",
         "measure steps and draft catch-up, and teach them to the planner",

@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("nightjar.chat:main", "send prompts to a running system"),
     "policy": ("planner_service.cli:main", "list, activate, roll back and inspect policies"),
     "simulate": ("planner_service.simulate.cli:main", "compare policies on a simulated worker"),
-    "bench": ("nightjar.bench:main", "measure this machine; `calibrate` teaches its planner"),
+    "bench": ("nightjar.bench:main", "load a server (`serve`), or teach its planner (`calibrate`)"),
     "keygen": ("gateway.keys:main", "make an API key, and its line for the gateway's file"),
     "healthcheck": ("nightjar.healthcheck:main", "exit 0 if a service is ready"),
     "compile": ("worker.compile_cli:main", "build and cache the compiled forward of a model"),

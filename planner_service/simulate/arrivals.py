@@ -18,8 +18,7 @@ from nightjar.errors import ConfigError
 _CHUNK = 4096
 ENDLESS = 10**6  # output tokens from which a row never ends in a run
 MAX_TOKENS = ENDLESS - 1  # of a request in a trace
-# ShareGPT's mean lengths; the spread is a guess, and the texts, hence the acceptance, are not.
-_MEAN_PROMPT, _MEAN_OUTPUT, _SIGMA, _MOST = 161.3, 338.0, 0.8, 2048
+_SIGMA, _MOST = 0.8, 2048
 
 
 @dataclass(slots=True, eq=False)
@@ -51,23 +50,30 @@ class Lengths(Protocol):
         ...
 
 
-class ShareGptLike:
-    """Lognormal lengths with ShareGPT's means, cut at 2,048 tokens."""
+class LognormalLengths:
+    """Lognormal lengths with a data set's means, cut at 2,048 tokens.
 
-    name = "ShareGPT-like lengths"
-    mean_prompt, mean_output = _MEAN_PROMPT, _MEAN_OUTPUT
+    The spread is a guess, and the texts, hence the acceptance, are not the data set's.
+    """
+
     most = 2 * _MOST
+
+    def __init__(self, data_set: str, mean_prompt: float, mean_output: float) -> None:
+        self.name = f"{data_set}-like lengths"
+        self.mean_prompt, self.mean_output = mean_prompt, mean_output
 
     def draw(self, rng: np.random.Generator, first: int, number: int) -> Pairs:
         """Prompt and output tokens of requests [first, first + number), each at least 1."""
         prompts, outputs = (
             np.clip(rng.lognormal(math.log(mean) - _SIGMA**2 / 2, _SIGMA, number), 1, _MOST)
-            for mean in (_MEAN_PROMPT, _MEAN_OUTPUT)
+            for mean in (self.mean_prompt, self.mean_output)
         )
         return prompts.astype(int).tolist(), outputs.astype(int).tolist()
 
 
-SHARE_GPT_LIKE = ShareGptLike()
+# Means of the vLLM paper's figure 11 (arXiv 2309.06180).
+SHARE_GPT_LIKE = LognormalLengths("ShareGPT", 161.3, 338.0)
+ALPACA_LIKE = LognormalLengths("Alpaca", 19.3, 58.5)
 
 
 class FixedLengths:
