@@ -108,7 +108,7 @@ async def test_both_protocols_count_the_same(gateway: Gateway, tmp_path: Path) -
         assert figures["goodput"]["share_of_requests"] == 1.0
         assert figures["tokens_per_s"] * figures["window_s"] == pytest.approx(54, rel=0.02)
         assert {g for g in figures["over_time"]["gamma"] if g is not None} == {2.0}
-    rows = list(csv.DictReader((tmp_path / "a.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
     assert [row["num_tokens"] for row in rows] == ["6"] * 9
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
