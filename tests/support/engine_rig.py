@@ -9,8 +9,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
 from fake_device import FakeDeviceRunner
 from fake_forward import FakeForward, Kind
+from plain_processors import plain_logits
 
 from worker.engine.block_manager import BlockManager
 from worker.engine.decisions import Choice
@@ -19,7 +21,7 @@ from worker.engine.plan import Plan, StepResult
 from worker.engine.runner import Launched, Runner, StepRunner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence, StopDetector
-from worker.messages import Finished, SamplingParams, StepOutput
+from worker.messages import Finished, Logprobs, SamplingParams, StepOutput
 from worker.model.batch import Forward
 from worker.sampling import sample
 from worker.speculative.draft_model import DraftModelProposer
@@ -36,11 +38,30 @@ def params(**fields: object) -> SamplingParams:
 
 
 @dataclass
+class Columns:
+    """Log-probabilities of successive tokens."""
+
+    chosen: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top: list[list[float]] = field(default_factory=list)
+
+    def take(self, message: Logprobs) -> None:
+        """Append a message's."""
+        chosen = np.frombuffer(message.chosen, "<f4").tolist()
+        shape = (len(chosen), message.num_top)
+        self.chosen += chosen
+        self.top_ids += np.frombuffer(message.top_ids, "<i4").reshape(shape).tolist()
+        self.top += np.frombuffer(message.top, "<f4").reshape(shape).tolist()
+
+
+@dataclass
 class Answer:
     """What came out for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     finished: Finished | None = None
+    logprobs: Columns = field(default_factory=Columns)
+    prompt_logprobs: Columns = field(default_factory=Columns)
 
 
 class Rig:
@@ -120,8 +141,9 @@ class Rig:
         prompt: list[int],
         sampling: SamplingParams,
         stop_detector: StopDetector | None = None,
+        prior: Seq[int] = (),
     ) -> None:
-        """Queue a request."""
+        """Queue a request, or one whose answer has begun elsewhere with `prior`."""
         self.answers[request_id] = Answer()
         sequence = Sequence(
             request_id,
@@ -132,7 +154,7 @@ class Rig:
             eos_token_ids=self.eos_token_ids,
             stop_detector=stop_detector,
         )
-        self._end(self.scheduler.submit(sequence))
+        self._end(self.scheduler.submit(sequence, prior))
 
     def abort(self, request_id: int) -> None:
         """End a request, wherever it stands."""
@@ -189,6 +211,14 @@ class Rig:
             answer.token_ids += token_ids[start : start + count]
             start += count
         assert start == len(token_ids)
+        for message in output.prompt_logprobs:
+            answer = self.answers[message.request_id]
+            assert not answer.token_ids, "a prompt's log-probabilities after a token"
+            answer.prompt_logprobs.take(message)
+        for message in output.logprobs:
+            answer = self.answers[message.request_id]
+            answer.logprobs.take(message)
+            assert len(answer.logprobs.chosen) == len(answer.token_ids)
         for finished in output.finished:
             self._end(finished)
 
@@ -241,8 +271,9 @@ def oracle(
     tokens = list(prompt)
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos_token_ids))
     while True:
-        logits = torch.from_numpy(model.logits(tokens))[None, : model.real_vocab_size]
-        (token,) = sample(logits, [sampling], [len(tokens)])
+        raw = model.logits(tokens)[: model.real_vocab_size]
+        logits = plain_logits(raw, sampling, prompt, tokens[len(prompt) :], stops)
+        (token,) = sample(torch.from_numpy(logits)[None], [sampling], [len(tokens)])
         tokens.append(token)
         if token in stops:
             return tokens[len(prompt) :], "stop"

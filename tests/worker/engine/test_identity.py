@@ -51,6 +51,21 @@ def test_random_mix(draft: Kind | None, depth: int) -> None:
     assert draft in (None, "random") or totals["accepted"] > 100
 
 
+def processors(rng: random.Random) -> dict[str, object]:
+    """None for most requests; any and all of them for others."""
+    if rng.random() < 0.6:
+        return {}
+    return {
+        "repetition_penalty": rng.choice([1.0, 1.0, 0.5, 1.3]),
+        "presence_penalty": rng.choice([0.0, 0.0, 1.0]),
+        "frequency_penalty": rng.choice([0.0, -1.5, 0.8]),
+        "logit_bias": tuple(
+            (token, rng.uniform(-4, 4)) for token in sorted(rng.sample(range(40), 3))
+        ),
+        "min_tokens": rng.choice([0, 0, 3, 12]),
+    }
+
+
 class Mix:
     """One random run, compared with the oracle request by request."""
 
@@ -91,6 +106,7 @@ class Mix:
             stem = rng.choice(stems)
             text = stem[: rng.randint(1, len(stem))] + prompt(rng, rng.randint(0, 10))
             sampling = params(
+                **processors(rng),
                 temperature=rng.choice([0.0, 0.7, 1.0]),
                 seed=rng.getrandbits(63),
                 max_tokens=rng.randint(1, 60),
