@@ -11,6 +11,10 @@
 The worker owns the pool, so with no request open its own word on the residency is taken as
 it is: a new agent starts in the middle that way. Only one thing is not believed: RESIDENT
 after a load of this agent failed its checksum.
+
+Leaving costs nothing and is urgent; coming back costs a copy and what the draft must catch up.
+So the way back asks for more: blocks to spare above those whose lack made the draft leave
+(`tau_high`), and some time since it left (`hold_s`), which bounds how often it can go round.
 """
 
 from __future__ import annotations
@@ -35,13 +39,18 @@ class Thresholds:
     """When pressure counts and for how long it must last."""
 
     tau_low: float  # below 1: share of the blocks that can hold KV; else blocks
+    tau_high: float  # likewise
     t_persist: int  # reports in a row
+    hold_s: float  # from an expansion to the next contraction, at least
     backoff_s: float  # after a refusal; doubles up to 30 times that
 
-    def num_blocks(self, num_total_blocks: int) -> int:
-        """`tau_low` in blocks."""
-        share = self.tau_low < 1
-        return math.ceil(self.tau_low * num_total_blocks) if share else int(self.tau_low)
+    def low(self, num_total_blocks: int) -> int:
+        """Free blocks below which the draft may leave."""
+        return _in_blocks(self.tau_low, num_total_blocks)
+
+    def high(self, num_total_blocks: int) -> int:
+        """Free blocks that must stay above when the tail's blocks are gone; not below `low`."""
+        return max(_in_blocks(self.tau_high, num_total_blocks), self.low(num_total_blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +92,14 @@ class Agent:
         self._num_agreeing = 0  # how many of them, in a row
         self._num_refusals = 0  # since the last one that went through
         self._not_before_s = -math.inf
+        self._held_until_s = -math.inf
         self._load_failed = False
 
     def on_pressure(self, pressure: Pressure, now_s: float) -> Request | None:
         """Take a report; returns a request if it is time for one."""
         if self.open_request is None:
             self._follow(pressure.residency)
-        kind = self._wanted(pressure)
+        kind = self._wanted(pressure, now_s)
         self._num_agreeing = self._num_agreeing + 1 if kind == self._agreed else 1
         self._agreed = kind
         if kind is None or self._num_agreeing < self._thresholds.t_persist:
@@ -116,7 +126,7 @@ class Agent:
         self._num_refusals += 1
         self._not_before_s = now_s + self._thresholds.backoff_s * factor
 
-    def on_done(self, request_id: int, residency: Residency) -> None:
+    def on_done(self, request_id: int, residency: Residency, now_s: float) -> None:
         """The worker finished a transition, perhaps one that an earlier agent asked for."""
         if self.open_request is not None:
             if self.open_request.request_id != request_id:
@@ -125,6 +135,8 @@ class Agent:
         before = self.state
         self._follow(residency)
         self._num_refusals = 0
+        if self.state is Residency.OFFLOADED:
+            self._held_until_s = now_s + self._thresholds.hold_s
         if before is Residency.RELOADING and self.state is Residency.RESIDENT:
             self.num_contractions += 1
 
@@ -141,14 +153,19 @@ class Agent:
             return
         self.state = residency
 
-    def _wanted(self, pressure: Pressure) -> Literal["expand", "contract"] | None:
+    def _wanted(self, pressure: Pressure, now_s: float) -> Literal["expand", "contract"] | None:
         if self.open_request is not None:
             return None
-        tau_low = self._thresholds.num_blocks(pressure.num_total_blocks)
-        free = pressure.num_free_blocks
-        if self.state is Residency.RESIDENT and pressure.exploit_gamma == 0 and free < tau_low:
-            return "expand"
-        spare = free > self._num_extra_blocks + tau_low
-        if self.state is Residency.OFFLOADED and pressure.num_waiting == 0 and spare:
-            return "contract"
-        return None
+        free, total = pressure.num_free_blocks, pressure.num_total_blocks
+        if self.state is Residency.RESIDENT:
+            is_short = pressure.exploit_gamma == 0 and free < self._thresholds.low(total)
+            return "expand" if is_short else None
+        if self.state is not Residency.OFFLOADED or now_s < self._held_until_s:
+            return None
+        left = free - self._num_extra_blocks
+        high = self._thresholds.high(total - self._num_extra_blocks)
+        return "contract" if pressure.num_waiting == 0 and left > high else None
+
+
+def _in_blocks(threshold: float, num_total_blocks: int) -> int:
+    return math.ceil(threshold * num_total_blocks) if threshold < 1 else int(threshold)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 from memory_agent import failpoint
+from memory_agent.checksum import piece_digest, pieces, verify
 from memory_agent.layout import ArenaLayout
 from memory_agent.remap import Aborted
-
-PIECE_BYTES = 4 << 20
-
-
-class ChecksumMismatch(Exception):
-    """What lies in the tail is not the image that the worker announced."""
 
 
 def load_image(
     arena: memoryview,
     layout: ArenaLayout,
     image: memoryview,
-    sha256: bytes,
+    checksum: bytes,
     aborted: Callable[[], bool],
 ) -> int:
     """Copy the image into the tail in pieces, then hash what the tail holds.
@@ -35,23 +29,20 @@ def load_image(
         Aborted: `aborted()` became true; the tail is partly written.
     """
     target = arena[layout.image_offset : layout.image_offset + layout.image_bytes]
-    digest = hashlib.sha256()
+    digests = []
     try:
-        for start in range(0, layout.image_bytes, PIECE_BYTES):
+        for index, span in enumerate(pieces(layout.image_bytes)):
             if aborted():
                 raise Aborted
-            target[start : start + PIECE_BYTES] = image[start : start + PIECE_BYTES]
-            if start == 0:
+            target[span] = image[span]
+            if index == 0:
                 failpoint.reached("agent.mid_load")
-        for start in range(0, layout.image_bytes, PIECE_BYTES):
+        failpoint.reached("agent.before_verify")
+        for span in pieces(layout.image_bytes):
             if aborted():
                 raise Aborted
-            digest.update(target[start : start + PIECE_BYTES])
+            digests.append(piece_digest(target[span]))
     finally:
         target.release()
-    if digest.digest() != sha256:
-        raise ChecksumMismatch(
-            f"the image in the tail has SHA-256 {digest.hexdigest()[:16]}…, "
-            f"announced was {sha256.hex()[:16]}…"
-        )
+    verify(digests, checksum)
     return layout.image_bytes

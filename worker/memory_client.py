@@ -17,6 +17,8 @@ from worker.messages import (
     Grant,
     GrantAnswer,
     PoolInfo,
+    PoolMap,
+    PoolMapRequest,
     Pressure,
     RequestRefused,
     TransitionDone,
@@ -35,8 +37,16 @@ RESIDENCIES = {
     "reloading": worker_pb2.DRAFT_RESIDENCY_RELOADING,
 }
 
-FromEngine = Pressure | Grant | RequestRefused | TransitionDone
-ToEngine = AgentLink | TransitionRequest | GrantAnswer
+OWNERS = {
+    "free": memory_pb2.BLOCK_OWNER_FREE,
+    "row": memory_pb2.BLOCK_OWNER_ROW,
+    "cached": memory_pb2.BLOCK_OWNER_CACHED,
+    "granted": memory_pb2.BLOCK_OWNER_GRANTED,
+    "draft": memory_pb2.BLOCK_OWNER_DRAFT,
+}
+
+FromEngine = Pressure | Grant | RequestRefused | TransitionDone | PoolMap
+ToEngine = AgentLink | TransitionRequest | GrantAnswer | PoolMapRequest
 
 
 class MemoryClient:
@@ -119,6 +129,8 @@ class MemoryClient:
         if response.WhichOneof("message") == "answer":
             answer = response.answer
             self._to_engine(GrantAnswer(grant_id=answer.grant_id, ok=answer.ok, error=answer.error))
+        elif response.WhichOneof("message") == "map_request":
+            self._to_engine(PoolMapRequest())
         elif response.request.kind in KINDS:
             request = response.request
             self._to_engine(
@@ -152,6 +164,8 @@ def handshake_proto(worker_id: str, pool: PoolInfo, residency: str) -> memory_pb
         image_bytes=pool.image_bytes,
         image_sha256=pool.image_sha256,
         residency=RESIDENCIES[residency],
+        cuda_ipc_handle=pool.cuda_ipc_handle,
+        cuda_device_uuid=pool.cuda_device_uuid,
     )
 
 
@@ -180,3 +194,10 @@ def request_proto(message: FromEngine) -> memory_pb2.AttachRequest:
                 request_id=message.request_id, residency=RESIDENCIES[message.residency]
             )
             return memory_pb2.AttachRequest(done=done)
+        case PoolMap():
+            wire = memory_pb2.PoolMap(
+                num_base_blocks=message.num_base_blocks, num_extra_blocks=message.num_extra_blocks
+            )
+            for first, count, owner in message.ranges:
+                wire.ranges.add(first_block=first, num_blocks=count, owner=OWNERS[owner])
+            return memory_pb2.AttachRequest(pool_map=wire)

@@ -100,6 +100,10 @@ class TransitionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="transiti
     kind: str
 
 
+class PoolMapRequest(msgspec.Struct, frozen=True, kw_only=True, tag="map_request"):
+    """The agent asks who owns which block."""
+
+
 class GrantAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="grant_answer"):
     """The agent has done, or failed, what a grant allowed; it ends the grant."""
 
@@ -113,7 +117,15 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
 
 
 ToEngine = (
-    Submit | Abort | Decision | PlannerLink | AgentLink | TransitionRequest | GrantAnswer | Shutdown
+    Submit
+    | Abort
+    | Decision
+    | PlannerLink
+    | AgentLink
+    | TransitionRequest
+    | PoolMapRequest
+    | GrantAnswer
+    | Shutdown
 )
 
 # ---- engine to front -------------------------------------------------------------------
@@ -145,6 +157,8 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     image_offset: int
     image_bytes: int
     image_sha256: bytes
+    cuda_ipc_handle: bytes = b""
+    cuda_device_uuid: bytes = b""
 
 
 class ProductChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,6 +325,14 @@ class TransitionDone(msgspec.Struct, frozen=True, kw_only=True, tag="transition_
     residency: str
 
 
+class PoolMap(msgspec.Struct, frozen=True, kw_only=True, tag="pool_map"):
+    """Owners of all blocks, as (first block, blocks, owner) in order."""
+
+    ranges: list[tuple[int, int, str]]
+    num_base_blocks: int
+    num_extra_blocks: int
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """State of the engine: after steps, at most every 50 ms, and every 200 ms when idle.
 
@@ -347,5 +369,6 @@ ToFront = (
     | Grant
     | RequestRefused
     | TransitionDone
+    | PoolMap
     | Status
 )

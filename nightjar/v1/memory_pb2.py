@@ -25,43 +25,55 @@ _sym_db = _symbol_database.Default()
 from nightjar.v1 import worker_pb2 as nightjar_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18nightjar/v1/memory.proto\x12\x0bnightjar.v1\x1a\x18nightjar/v1/worker.proto\"\xfe\x01\n\rAttachRequest\x12/\n\thandshake\x18\x01 \x01(\x0b\x32\x1a.nightjar.v1.PoolHandshakeH\x00\x12/\n\x08pressure\x18\x02 \x01(\x0b\x32\x1b.nightjar.v1.PressureReportH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.nightjar.v1.GrantH\x00\x12.\n\x07refused\x18\x04 \x01(\x0b\x32\x1b.nightjar.v1.RequestRefusedH\x00\x12+\n\x04\x64one\x18\x05 \x01(\x0b\x32\x1b.nightjar.v1.TransitionDoneH\x00\x42\t\n\x07message\"\xb1\x02\n\rPoolHandshake\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x17\n\x0f\x63uda_ipc_handle\x18\x03 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x03\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fnum_base_blocks\x18\x06 \x01(\x05\x12\x18\n\x10num_extra_blocks\x18\x07 \x01(\x05\x12\x12\n\nimage_path\x18\x08 \x01(\t\x12\x14\n\x0cimage_offset\x18\t \x01(\x03\x12\x13\n\x0bimage_bytes\x18\n \x01(\x03\x12\x14\n\x0cimage_sha256\x18\x0b \x01(\x0c\x12.\n\tresidency\x18\x0c \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\"\xc6\x01\n\x0ePressureReport\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\x05\x12\x18\n\x10num_total_blocks\x18\x03 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\x05\x12\x13\n\x0bnum_running\x18\x05 \x01(\x05\x12\x15\n\rexploit_gamma\x18\x06 \x01(\x05\x12.\n\tresidency\x18\x07 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\"r\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\x03\x12\'\n\x04\x63opy\x18\x02 \x01(\x0b\x32\x17.nightjar.v1.CopyBlocksH\x00\x12&\n\x04load\x18\x03 \x01(\x0b\x32\x16.nightjar.v1.LoadImageH\x00\x42\x06\n\x04work\"9\n\nCopyBlocks\x12\x12\n\nsource_ids\x18\x01 \x03(\x05\x12\x17\n\x0f\x64\x65stination_ids\x18\x02 \x03(\x05\"\x0b\n\tLoadImage\"4\n\x0eRequestRefused\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"T\n\x0eTransitionDone\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12.\n\tresidency\x18\x02 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\"\xa5\x01\n\x0e\x41ttachResponse\x12)\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x15.nightjar.v1.AttachedH\x00\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32\x1e.nightjar.v1.TransitionRequestH\x00\x12*\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x18.nightjar.v1.GrantAnswerH\x00\x42\t\n\x07message\"\x1c\n\x08\x41ttached\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\"R\n\x11TransitionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.nightjar.v1.TransitionKind\"a\n\x0bGrantAnswer\x12\x10\n\x08grant_id\x18\x01 \x01(\x03\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x12\n\nelapsed_us\x18\x05 \x01(\x03\"\x18\n\x16GetMemoryStatusRequest\"\x8e\x02\n\x17GetMemoryStatusResponse\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\x12\x16\n\x0enum_expansions\x18\x04 \x01(\x03\x12\x18\n\x10num_contractions\x18\x05 \x01(\x03\x12\x18\n\x10num_bytes_copied\x18\x06 \x01(\x03\x12-\n\x08pressure\x18\x07 \x01(\x0b\x32\x1b.nightjar.v1.PressureReport\x12\x0f\n\x07tau_low\x18\x08 \x01(\x05\x12\x16\n\x0eopen_grant_ids\x18\t \x03(\x03*k\n\x0eTransitionKind\x12\x1f\n\x1bTRANSITION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRANSITION_KIND_EXPAND\x10\x01\x12\x1c\n\x18TRANSITION_KIND_CONTRACT\x10\x02\x32\xb4\x01\n\rMemoryService\x12\x45\n\x06\x41ttach\x12\x1a.nightjar.v1.AttachRequest\x1a\x1b.nightjar.v1.AttachResponse(\x01\x30\x01\x12\\\n\x0fGetMemoryStatus\x12#.nightjar.v1.GetMemoryStatusRequest\x1a$.nightjar.v1.GetMemoryStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18nightjar/v1/memory.proto\x12\x0bnightjar.v1\x1a\x18nightjar/v1/worker.proto\"\xa8\x02\n\rAttachRequest\x12/\n\thandshake\x18\x01 \x01(\x0b\x32\x1a.nightjar.v1.PoolHandshakeH\x00\x12/\n\x08pressure\x18\x02 \x01(\x0b\x32\x1b.nightjar.v1.PressureReportH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.nightjar.v1.GrantH\x00\x12.\n\x07refused\x18\x04 \x01(\x0b\x32\x1b.nightjar.v1.RequestRefusedH\x00\x12+\n\x04\x64one\x18\x05 \x01(\x0b\x32\x1b.nightjar.v1.TransitionDoneH\x00\x12(\n\x08pool_map\x18\x06 \x01(\x0b\x32\x14.nightjar.v1.PoolMapH\x00\x42\t\n\x07message\"\xcb\x02\n\rPoolHandshake\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x17\n\x0f\x63uda_ipc_handle\x18\x03 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x03\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fnum_base_blocks\x18\x06 \x01(\x05\x12\x18\n\x10num_extra_blocks\x18\x07 \x01(\x05\x12\x12\n\nimage_path\x18\x08 \x01(\t\x12\x14\n\x0cimage_offset\x18\t \x01(\x03\x12\x13\n\x0bimage_bytes\x18\n \x01(\x03\x12\x14\n\x0cimage_sha256\x18\x0b \x01(\x0c\x12.\n\tresidency\x18\x0c \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\x12\x18\n\x10\x63uda_device_uuid\x18\r \x01(\x0c\"\xc6\x01\n\x0ePressureReport\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\x05\x12\x18\n\x10num_total_blocks\x18\x03 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\x05\x12\x13\n\x0bnum_running\x18\x05 \x01(\x05\x12\x15\n\rexploit_gamma\x18\x06 \x01(\x05\x12.\n\tresidency\x18\x07 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\"r\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\x03\x12\'\n\x04\x63opy\x18\x02 \x01(\x0b\x32\x17.nightjar.v1.CopyBlocksH\x00\x12&\n\x04load\x18\x03 \x01(\x0b\x32\x16.nightjar.v1.LoadImageH\x00\x42\x06\n\x04work\"9\n\nCopyBlocks\x12\x12\n\nsource_ids\x18\x01 \x03(\x05\x12\x17\n\x0f\x64\x65stination_ids\x18\x02 \x03(\x05\"\x0b\n\tLoadImage\"4\n\x0eRequestRefused\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"T\n\x0eTransitionDone\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12.\n\tresidency\x18\x02 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\"\xd9\x01\n\x0e\x41ttachResponse\x12)\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x15.nightjar.v1.AttachedH\x00\x12\x31\n\x07request\x18\x02 \x01(\x0b\x32\x1e.nightjar.v1.TransitionRequestH\x00\x12*\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x18.nightjar.v1.GrantAnswerH\x00\x12\x32\n\x0bmap_request\x18\x04 \x01(\x0b\x32\x1b.nightjar.v1.PoolMapRequestH\x00\x42\t\n\x07message\"\x1c\n\x08\x41ttached\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\"R\n\x11TransitionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.nightjar.v1.TransitionKind\"a\n\x0bGrantAnswer\x12\x10\n\x08grant_id\x18\x01 \x01(\x03\x12\n\n\x02ok\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x12\n\nelapsed_us\x18\x05 \x01(\x03\"\x10\n\x0ePoolMapRequest\"e\n\x07PoolMap\x12\'\n\x06ranges\x18\x01 \x03(\x0b\x32\x17.nightjar.v1.BlockRange\x12\x17\n\x0fnum_base_blocks\x18\x02 \x01(\x05\x12\x18\n\x10num_extra_blocks\x18\x03 \x01(\x05\"]\n\nBlockRange\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12&\n\x05owner\x18\x03 \x01(\x0e\x32\x17.nightjar.v1.BlockOwner\"\xcc\x01\n\x0bMemoryEvent\x12\x0f\n\x07unix_ms\x18\x01 \x01(\x03\x12*\n\x04kind\x18\x02 \x01(\x0e\x32\x1c.nightjar.v1.MemoryEventKind\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\x12\n\n\x02id\x18\x05 \x01(\x03\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\x12\x12\n\nelapsed_us\x18\x07 \x01(\x03\x12\x0e\n\x06reason\x18\x08 \x01(\t\"2\n\x16GetMemoryStatusRequest\x12\x18\n\x10include_pool_map\x18\x01 \x01(\x08\"\xf2\x02\n\x17GetMemoryStatusResponse\x12\x10\n\x08\x61gent_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\x12\x16\n\x0enum_expansions\x18\x04 \x01(\x03\x12\x18\n\x10num_contractions\x18\x05 \x01(\x03\x12\x18\n\x10num_bytes_copied\x18\x06 \x01(\x03\x12-\n\x08pressure\x18\x07 \x01(\x0b\x32\x1b.nightjar.v1.PressureReport\x12\x0f\n\x07tau_low\x18\x08 \x01(\x05\x12\x16\n\x0eopen_grant_ids\x18\t \x03(\x03\x12\x10\n\x08tau_high\x18\n \x01(\x05\x12(\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x18.nightjar.v1.MemoryEvent\x12&\n\x08pool_map\x18\x0c \x01(\x0b\x32\x14.nightjar.v1.PoolMap*k\n\x0eTransitionKind\x12\x1f\n\x1bTRANSITION_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRANSITION_KIND_EXPAND\x10\x01\x12\x1c\n\x18TRANSITION_KIND_CONTRACT\x10\x02*\x9c\x01\n\nBlockOwner\x12\x1b\n\x17\x42LOCK_OWNER_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_OWNER_FREE\x10\x01\x12\x13\n\x0f\x42LOCK_OWNER_ROW\x10\x02\x12\x16\n\x12\x42LOCK_OWNER_CACHED\x10\x03\x12\x17\n\x13\x42LOCK_OWNER_GRANTED\x10\x04\x12\x15\n\x11\x42LOCK_OWNER_DRAFT\x10\x05*\xbb\x02\n\x0fMemoryEventKind\x12!\n\x1dMEMORY_EVENT_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1aMEMORY_EVENT_KIND_ATTACHED\x10\x01\x12\x1e\n\x1aMEMORY_EVENT_KIND_DETACHED\x10\x02\x12%\n!MEMORY_EVENT_KIND_ASKED_TO_EXPAND\x10\x03\x12\'\n#MEMORY_EVENT_KIND_ASKED_TO_CONTRACT\x10\x04\x12\x1d\n\x19MEMORY_EVENT_KIND_REFUSED\x10\x05\x12\x1a\n\x16MEMORY_EVENT_KIND_DONE\x10\x06\x12\x1c\n\x18MEMORY_EVENT_KIND_COPIED\x10\x07\x12\x1c\n\x18MEMORY_EVENT_KIND_LOADED\x10\x08\x32\xb4\x01\n\rMemoryService\x12\x45\n\x06\x41ttach\x12\x1a.nightjar.v1.AttachRequest\x1a\x1b.nightjar.v1.AttachResponse(\x01\x30\x01\x12\\\n\x0fGetMemoryStatus\x12#.nightjar.v1.GetMemoryStatusRequest\x1a$.nightjar.v1.GetMemoryStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nightjar.v1.memory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSITIONKIND']._serialized_start=1841
-  _globals['_TRANSITIONKIND']._serialized_end=1948
+  _globals['_TRANSITIONKIND']._serialized_start=2510
+  _globals['_TRANSITIONKIND']._serialized_end=2617
+  _globals['_BLOCKOWNER']._serialized_start=2620
+  _globals['_BLOCKOWNER']._serialized_end=2776
+  _globals['_MEMORYEVENTKIND']._serialized_start=2779
+  _globals['_MEMORYEVENTKIND']._serialized_end=3094
   _globals['_ATTACHREQUEST']._serialized_start=68
-  _globals['_ATTACHREQUEST']._serialized_end=322
-  _globals['_POOLHANDSHAKE']._serialized_start=325
-  _globals['_POOLHANDSHAKE']._serialized_end=630
-  _globals['_PRESSUREREPORT']._serialized_start=633
-  _globals['_PRESSUREREPORT']._serialized_end=831
-  _globals['_GRANT']._serialized_start=833
-  _globals['_GRANT']._serialized_end=947
-  _globals['_COPYBLOCKS']._serialized_start=949
-  _globals['_COPYBLOCKS']._serialized_end=1006
-  _globals['_LOADIMAGE']._serialized_start=1008
-  _globals['_LOADIMAGE']._serialized_end=1019
-  _globals['_REQUESTREFUSED']._serialized_start=1021
-  _globals['_REQUESTREFUSED']._serialized_end=1073
-  _globals['_TRANSITIONDONE']._serialized_start=1075
-  _globals['_TRANSITIONDONE']._serialized_end=1159
-  _globals['_ATTACHRESPONSE']._serialized_start=1162
-  _globals['_ATTACHRESPONSE']._serialized_end=1327
-  _globals['_ATTACHED']._serialized_start=1329
-  _globals['_ATTACHED']._serialized_end=1357
-  _globals['_TRANSITIONREQUEST']._serialized_start=1359
-  _globals['_TRANSITIONREQUEST']._serialized_end=1441
-  _globals['_GRANTANSWER']._serialized_start=1443
-  _globals['_GRANTANSWER']._serialized_end=1540
-  _globals['_GETMEMORYSTATUSREQUEST']._serialized_start=1542
-  _globals['_GETMEMORYSTATUSREQUEST']._serialized_end=1566
-  _globals['_GETMEMORYSTATUSRESPONSE']._serialized_start=1569
-  _globals['_GETMEMORYSTATUSRESPONSE']._serialized_end=1839
-  _globals['_MEMORYSERVICE']._serialized_start=1951
-  _globals['_MEMORYSERVICE']._serialized_end=2131
+  _globals['_ATTACHREQUEST']._serialized_end=364
+  _globals['_POOLHANDSHAKE']._serialized_start=367
+  _globals['_POOLHANDSHAKE']._serialized_end=698
+  _globals['_PRESSUREREPORT']._serialized_start=701
+  _globals['_PRESSUREREPORT']._serialized_end=899
+  _globals['_GRANT']._serialized_start=901
+  _globals['_GRANT']._serialized_end=1015
+  _globals['_COPYBLOCKS']._serialized_start=1017
+  _globals['_COPYBLOCKS']._serialized_end=1074
+  _globals['_LOADIMAGE']._serialized_start=1076
+  _globals['_LOADIMAGE']._serialized_end=1087
+  _globals['_REQUESTREFUSED']._serialized_start=1089
+  _globals['_REQUESTREFUSED']._serialized_end=1141
+  _globals['_TRANSITIONDONE']._serialized_start=1143
+  _globals['_TRANSITIONDONE']._serialized_end=1227
+  _globals['_ATTACHRESPONSE']._serialized_start=1230
+  _globals['_ATTACHRESPONSE']._serialized_end=1447
+  _globals['_ATTACHED']._serialized_start=1449
+  _globals['_ATTACHED']._serialized_end=1477
+  _globals['_TRANSITIONREQUEST']._serialized_start=1479
+  _globals['_TRANSITIONREQUEST']._serialized_end=1561
+  _globals['_GRANTANSWER']._serialized_start=1563
+  _globals['_GRANTANSWER']._serialized_end=1660
+  _globals['_POOLMAPREQUEST']._serialized_start=1662
+  _globals['_POOLMAPREQUEST']._serialized_end=1678
+  _globals['_POOLMAP']._serialized_start=1680
+  _globals['_POOLMAP']._serialized_end=1781
+  _globals['_BLOCKRANGE']._serialized_start=1783
+  _globals['_BLOCKRANGE']._serialized_end=1876
+  _globals['_MEMORYEVENT']._serialized_start=1879
+  _globals['_MEMORYEVENT']._serialized_end=2083
+  _globals['_GETMEMORYSTATUSREQUEST']._serialized_start=2085
+  _globals['_GETMEMORYSTATUSREQUEST']._serialized_end=2135
+  _globals['_GETMEMORYSTATUSRESPONSE']._serialized_start=2138
+  _globals['_GETMEMORYSTATUSRESPONSE']._serialized_end=2508
+  _globals['_MEMORYSERVICE']._serialized_start=3097
+  _globals['_MEMORYSERVICE']._serialized_end=3277
 # @@protoc_insertion_point(module_scope)

@@ -46,6 +46,90 @@ TRANSITION_KIND_CONTRACT: TransitionKind.ValueType  # 2
 """Move blocks out of the tail, then grant the reload."""
 Global___TransitionKind: _TypeAlias = TransitionKind  # noqa: Y015
 
+class _BlockOwner:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockOwnerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockOwner.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_OWNER_UNSPECIFIED: _BlockOwner.ValueType  # 0
+    """Unused."""
+    BLOCK_OWNER_FREE: _BlockOwner.ValueType  # 1
+    """Nobody: it holds nothing."""
+    BLOCK_OWNER_ROW: _BlockOwner.ValueType  # 2
+    """Running requests."""
+    BLOCK_OWNER_CACHED: _BlockOwner.ValueType  # 3
+    """The prefix cache alone: it counts as free."""
+    BLOCK_OWNER_GRANTED: _BlockOwner.ValueType  # 4
+    """Reserved for the memory agent, which may write it."""
+    BLOCK_OWNER_DRAFT: _BlockOwner.ValueType  # 5
+    """The draft, or it is on its way back to it."""
+
+class BlockOwner(_BlockOwner, metaclass=_BlockOwnerEnumTypeWrapper):
+    """Who owns a block."""
+
+BLOCK_OWNER_UNSPECIFIED: BlockOwner.ValueType  # 0
+"""Unused."""
+BLOCK_OWNER_FREE: BlockOwner.ValueType  # 1
+"""Nobody: it holds nothing."""
+BLOCK_OWNER_ROW: BlockOwner.ValueType  # 2
+"""Running requests."""
+BLOCK_OWNER_CACHED: BlockOwner.ValueType  # 3
+"""The prefix cache alone: it counts as free."""
+BLOCK_OWNER_GRANTED: BlockOwner.ValueType  # 4
+"""Reserved for the memory agent, which may write it."""
+BLOCK_OWNER_DRAFT: BlockOwner.ValueType  # 5
+"""The draft, or it is on its way back to it."""
+Global___BlockOwner: _TypeAlias = BlockOwner  # noqa: Y015
+
+class _MemoryEventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemoryEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryEventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMORY_EVENT_KIND_UNSPECIFIED: _MemoryEventKind.ValueType  # 0
+    """Unused."""
+    MEMORY_EVENT_KIND_ATTACHED: _MemoryEventKind.ValueType  # 1
+    """A worker's pool was mapped."""
+    MEMORY_EVENT_KIND_DETACHED: _MemoryEventKind.ValueType  # 2
+    """It was unmapped."""
+    MEMORY_EVENT_KIND_ASKED_TO_EXPAND: _MemoryEventKind.ValueType  # 3
+    """The agent asked to expand."""
+    MEMORY_EVENT_KIND_ASKED_TO_CONTRACT: _MemoryEventKind.ValueType  # 4
+    """The agent asked to contract."""
+    MEMORY_EVENT_KIND_REFUSED: _MemoryEventKind.ValueType  # 5
+    """The worker declined, or gave a contraction up."""
+    MEMORY_EVENT_KIND_DONE: _MemoryEventKind.ValueType  # 6
+    """The worker finished a transition."""
+    MEMORY_EVENT_KIND_COPIED: _MemoryEventKind.ValueType  # 7
+    """Blocks were copied, or could not be."""
+    MEMORY_EVENT_KIND_LOADED: _MemoryEventKind.ValueType  # 8
+    """The draft's image was loaded and verified, or could not be."""
+
+class MemoryEventKind(_MemoryEventKind, metaclass=_MemoryEventKindEnumTypeWrapper):
+    """What happened."""
+
+MEMORY_EVENT_KIND_UNSPECIFIED: MemoryEventKind.ValueType  # 0
+"""Unused."""
+MEMORY_EVENT_KIND_ATTACHED: MemoryEventKind.ValueType  # 1
+"""A worker's pool was mapped."""
+MEMORY_EVENT_KIND_DETACHED: MemoryEventKind.ValueType  # 2
+"""It was unmapped."""
+MEMORY_EVENT_KIND_ASKED_TO_EXPAND: MemoryEventKind.ValueType  # 3
+"""The agent asked to expand."""
+MEMORY_EVENT_KIND_ASKED_TO_CONTRACT: MemoryEventKind.ValueType  # 4
+"""The agent asked to contract."""
+MEMORY_EVENT_KIND_REFUSED: MemoryEventKind.ValueType  # 5
+"""The worker declined, or gave a contraction up."""
+MEMORY_EVENT_KIND_DONE: MemoryEventKind.ValueType  # 6
+"""The worker finished a transition."""
+MEMORY_EVENT_KIND_COPIED: MemoryEventKind.ValueType  # 7
+"""Blocks were copied, or could not be."""
+MEMORY_EVENT_KIND_LOADED: MemoryEventKind.ValueType  # 8
+"""The draft's image was loaded and verified, or could not be."""
+Global___MemoryEventKind: _TypeAlias = MemoryEventKind  # noqa: Y015
+
 @_typing.final
 class AttachRequest(_message.Message):
     """Worker to agent."""
@@ -57,6 +141,7 @@ class AttachRequest(_message.Message):
     GRANT_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    POOL_MAP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handshake(self) -> Global___PoolHandshake:
         """First message of the stream."""
@@ -77,6 +162,10 @@ class AttachRequest(_message.Message):
     def done(self) -> Global___TransitionDone:
         """The worker finished its part of an expansion or contraction."""
 
+    @_builtins.property
+    def pool_map(self) -> Global___PoolMap:
+        """Answer to a PoolMapRequest."""
+
     def __init__(
         self,
         *,
@@ -85,12 +174,13 @@ class AttachRequest(_message.Message):
         grant: Global___Grant | None = ...,
         refused: Global___RequestRefused | None = ...,
         done: Global___TransitionDone | None = ...,
+        pool_map: Global___PoolMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "grant", b"grant", "handshake", b"handshake", "message", b"message", "pressure", b"pressure", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "grant", b"grant", "handshake", b"handshake", "message", b"message", "pool_map", b"pool_map", "pressure", b"pressure", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "grant", b"grant", "handshake", b"handshake", "message", b"message", "pressure", b"pressure", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "grant", b"grant", "handshake", b"handshake", "message", b"message", "pool_map", b"pool_map", "pressure", b"pressure", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["handshake", "pressure", "grant", "refused", "done"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["handshake", "pressure", "grant", "refused", "done", "pool_map"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -114,12 +204,15 @@ class PoolHandshake(_message.Message):
     IMAGE_BYTES_FIELD_NUMBER: _builtins.int
     IMAGE_SHA256_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
+    CUDA_DEVICE_UUID_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     arena_path: _builtins.str
-    """Shared-memory file of the arena (CPU). CUDA IPC handle on a GPU."""
+    """Shared-memory file: on a CPU the arena itself, on a GPU a file that stands for it. The
+    agent holds a lock on it for as long as it maps the arena.
+    """
     cuda_ipc_handle: _builtins.bytes
-    """CUDA IPC handle; empty on a CPU."""
+    """CUDA IPC handle of the arena, an allocation by itself; empty on a CPU."""
     arena_bytes: _builtins.int
     """Bytes of the arena."""
     block_bytes: _builtins.int
@@ -135,9 +228,11 @@ class PoolHandshake(_message.Message):
     image_bytes: _builtins.int
     """Bytes of the image."""
     image_sha256: _builtins.bytes
-    """SHA-256 of the image."""
+    """SHA-256 of the SHA-256s, joined, of the image's pieces of 4 MiB, the last one shorter."""
     residency: _worker_pb2.DraftResidency.ValueType
     """Residency of the draft now."""
+    cuda_device_uuid: _builtins.bytes
+    """UUID, 16 bytes, of the GPU that holds the arena; empty on a CPU."""
     def __init__(
         self,
         *,
@@ -153,10 +248,11 @@ class PoolHandshake(_message.Message):
         image_bytes: _builtins.int = ...,
         image_sha256: _builtins.bytes = ...,
         residency: _worker_pb2.DraftResidency.ValueType = ...,
+        cuda_device_uuid: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "block_bytes", b"block_bytes", "cuda_ipc_handle", b"cuda_ipc_handle", "image_bytes", b"image_bytes", "image_offset", b"image_offset", "image_path", b"image_path", "image_sha256", b"image_sha256", "num_base_blocks", b"num_base_blocks", "num_extra_blocks", b"num_extra_blocks", "residency", b"residency", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "block_bytes", b"block_bytes", "cuda_device_uuid", b"cuda_device_uuid", "cuda_ipc_handle", b"cuda_ipc_handle", "image_bytes", b"image_bytes", "image_offset", b"image_offset", "image_path", b"image_path", "image_sha256", b"image_sha256", "num_base_blocks", b"num_base_blocks", "num_extra_blocks", b"num_extra_blocks", "residency", b"residency", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,6 +448,7 @@ class AttachResponse(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    MAP_REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """The agent has mapped the pool."""
@@ -364,18 +461,23 @@ class AttachResponse(_message.Message):
     def answer(self) -> Global___GrantAnswer:
         """The agent has done, or failed, what a grant allowed."""
 
+    @_builtins.property
+    def map_request(self) -> Global___PoolMapRequest:
+        """The agent asks who owns which block."""
+
     def __init__(
         self,
         *,
         attached: Global___Attached | None = ...,
         request: Global___TransitionRequest | None = ...,
         answer: Global___GrantAnswer | None = ...,
+        map_request: Global___PoolMapRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attached", b"attached", "message", b"message", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attached", b"attached", "map_request", b"map_request", "message", b"message", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attached", b"attached", "message", b"message", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attached", b"attached", "map_request", b"map_request", "message", b"message", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "request", "answer"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "request", "answer", "map_request"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -468,8 +570,8 @@ class GrantAnswer(_message.Message):
 Global___GrantAnswer: _TypeAlias = GrantAnswer  # noqa: Y015
 
 @_typing.final
-class GetMemoryStatusRequest(_message.Message):
-    """Asks for the agent's state."""
+class PoolMapRequest(_message.Message):
+    """Asks who owns which block. Another is not sent before the answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -479,6 +581,140 @@ class GetMemoryStatusRequest(_message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolMapRequest: _TypeAlias = PoolMapRequest  # noqa: Y015
+
+@_typing.final
+class PoolMap(_message.Message):
+    """Owners of all blocks at one moment between two steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANGES_FIELD_NUMBER: _builtins.int
+    NUM_BASE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_EXTRA_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_base_blocks: _builtins.int
+    """Blocks that are always KV; the tail follows."""
+    num_extra_blocks: _builtins.int
+    """Blocks of the tail."""
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRange]:
+        """Ranges in ascending order, without gaps."""
+
+    def __init__(
+        self,
+        *,
+        ranges: _abc.Iterable[Global___BlockRange] | None = ...,
+        num_base_blocks: _builtins.int = ...,
+        num_extra_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_base_blocks", b"num_base_blocks", "num_extra_blocks", b"num_extra_blocks", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolMap: _TypeAlias = PoolMap  # noqa: Y015
+
+@_typing.final
+class BlockRange(_message.Message):
+    """Neighbouring blocks of one owner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    first_block: _builtins.int
+    """Id of the first block."""
+    num_blocks: _builtins.int
+    """How many blocks."""
+    owner: Global___BlockOwner.ValueType
+    """Their owner."""
+    def __init__(
+        self,
+        *,
+        first_block: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        owner: Global___BlockOwner.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_block", b"first_block", "num_blocks", b"num_blocks", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRange: _TypeAlias = BlockRange  # noqa: Y015
+
+@_typing.final
+class MemoryEvent(_message.Message):
+    """Something that happened at the agent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIX_MS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    ELAPSED_US_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    unix_ms: _builtins.int
+    """When, in milliseconds since 1970."""
+    kind: Global___MemoryEventKind.ValueType
+    """What."""
+    worker_id: _builtins.str
+    """The worker that it concerns."""
+    state: _worker_pb2.DraftResidency.ValueType
+    """Residency of the draft after it, as the agent sees it."""
+    id: _builtins.int
+    """Id of the request or the grant that it concerns; 0 if none."""
+    num_bytes: _builtins.int
+    """Bytes written under a grant."""
+    elapsed_us: _builtins.int
+    """Time that the work under a grant took, in microseconds."""
+    reason: _builtins.str
+    """Why it was refused or failed; else empty."""
+    def __init__(
+        self,
+        *,
+        unix_ms: _builtins.int = ...,
+        kind: Global___MemoryEventKind.ValueType = ...,
+        worker_id: _builtins.str = ...,
+        state: _worker_pb2.DraftResidency.ValueType = ...,
+        id: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        elapsed_us: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_us", b"elapsed_us", "id", b"id", "kind", b"kind", "num_bytes", b"num_bytes", "reason", b"reason", "state", b"state", "unix_ms", b"unix_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryEvent: _TypeAlias = MemoryEvent  # noqa: Y015
+
+@_typing.final
+class GetMemoryStatusRequest(_message.Message):
+    """Asks for the agent's state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCLUDE_POOL_MAP_FIELD_NUMBER: _builtins.int
+    include_pool_map: _builtins.bool
+    """Ask the worker who owns which block, too: it is asked between two steps."""
+    def __init__(
+        self,
+        *,
+        include_pool_map: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_pool_map", b"include_pool_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -499,6 +735,9 @@ class GetMemoryStatusResponse(_message.Message):
     PRESSURE_FIELD_NUMBER: _builtins.int
     TAU_LOW_FIELD_NUMBER: _builtins.int
     OPEN_GRANT_IDS_FIELD_NUMBER: _builtins.int
+    TAU_HIGH_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    POOL_MAP_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """Agent id."""
     worker_id: _builtins.str
@@ -513,6 +752,8 @@ class GetMemoryStatusResponse(_message.Message):
     """Bytes copied since start."""
     tau_low: _builtins.int
     """Free blocks below which pressure builds up."""
+    tau_high: _builtins.int
+    """Free blocks, beside as many as the tail has, above which the draft may return."""
     @_builtins.property
     def pressure(self) -> Global___PressureReport:
         """Last pressure report."""
@@ -520,6 +761,16 @@ class GetMemoryStatusResponse(_message.Message):
     @_builtins.property
     def open_grant_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Grants now open."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryEvent]:
+        """The last 64 events, oldest first."""
+
+    @_builtins.property
+    def pool_map(self) -> Global___PoolMap:
+        """Owners of all blocks; missing if it was not asked for, no worker is attached, or the worker
+        did not answer within a second.
+        """
 
     def __init__(
         self,
@@ -533,10 +784,13 @@ class GetMemoryStatusResponse(_message.Message):
         pressure: Global___PressureReport | None = ...,
         tau_low: _builtins.int = ...,
         open_grant_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tau_high: _builtins.int = ...,
+        events: _abc.Iterable[Global___MemoryEvent] | None = ...,
+        pool_map: Global___PoolMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pressure", b"pressure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool_map", b"pool_map", "pressure", b"pressure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "num_bytes_copied", b"num_bytes_copied", "num_contractions", b"num_contractions", "num_expansions", b"num_expansions", "open_grant_ids", b"open_grant_ids", "pressure", b"pressure", "state", b"state", "tau_low", b"tau_low", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "events", b"events", "num_bytes_copied", b"num_bytes_copied", "num_contractions", b"num_contractions", "num_expansions", b"num_expansions", "open_grant_ids", b"open_grant_ids", "pool_map", b"pool_map", "pressure", b"pressure", "state", b"state", "tau_high", b"tau_high", "tau_low", b"tau_low", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from memory_agent.agent import Agent, Pressure, Request, Residency, Thresholds
 
-THRESHOLDS = Thresholds(tau_low=0.10, t_persist=3, backoff_s=1.0)
+THRESHOLDS = Thresholds(tau_low=0.10, tau_high=0.15, t_persist=3, hold_s=0.0, backoff_s=1.0)
 NUM_BASE, NUM_EXTRA = 100, 30
 
 
 def new_agent(residency: Residency = Residency.RESIDENT) -> Agent:
-    """An agent for a pool of 100 + 30 blocks; its tau_low is 10 resident and 13 expanded."""
+    """An agent for a pool of 100 + 30 blocks; resident its tau_low is 10, its tau_high 15."""
     return Agent(THRESHOLDS, num_extra_blocks=NUM_EXTRA, residency=residency)
 
 
@@ -44,15 +44,15 @@ def test_a_whole_cycle() -> None:
     assert [agent.on_pressure(report(9), t) for t in (0, 1)] == [None, None]
     assert agent.on_pressure(report(9), 2) == Request(request_id=1, kind="expand")
     assert agent.state is Residency.OFFLOADING
-    agent.on_done(1, Residency.OFFLOADED)
+    agent.on_done(1, Residency.OFFLOADED, 2)
     assert (agent.state, agent.num_expansions) == (Residency.OFFLOADED, 1)
-    assert [agent.on_pressure(offloaded(44), t) for t in (3, 4)] == [None, None]
-    assert agent.on_pressure(offloaded(44), 5) == Request(request_id=2, kind="contract")
+    assert [agent.on_pressure(offloaded(46), t) for t in (3, 4)] == [None, None]
+    assert agent.on_pressure(offloaded(46), 5) == Request(request_id=2, kind="contract")
     assert agent.state is Residency.RELOADING
     agent.on_load_granted()
     agent.on_load_answered(ok=True)
     assert (agent.state, agent.num_contractions) == (Residency.RELOADING, 0)
-    agent.on_done(2, Residency.RESIDENT)
+    agent.on_done(2, Residency.RESIDENT, 5)
     assert (agent.state, agent.num_contractions) == (Residency.RESIDENT, 1)
 
 
@@ -75,9 +75,9 @@ def test_no_expansion_without_lasting_pressure(reports: list[Pressure]) -> None:
 @pytest.mark.parametrize(
     "reports",
     [
-        [offloaded(44), offloaded(44), offloaded(43), offloaded(44), offloaded(44)],
-        [offloaded(44), offloaded(44), offloaded(44, waiting=1), offloaded(44), offloaded(44)],
-        [offloaded(43)] * 9,
+        [offloaded(46), offloaded(46), offloaded(45), offloaded(46), offloaded(46)],
+        [offloaded(46), offloaded(46), offloaded(46, waiting=1), offloaded(46), offloaded(46)],
+        [offloaded(45)] * 9,
     ],
     ids=["free blocks drop", "a request waits", "at the threshold"],
 )
@@ -90,9 +90,9 @@ def test_no_contraction_without_lasting_calm(reports: list[Pressure]) -> None:
 def test_reports_for_one_transition_do_not_count_for_the_other() -> None:
     """Two reports that call for an expansion and one for a contraction are not three of a kind."""
     agent = new_agent()
-    reports = [report(9), report(9), offloaded(44), offloaded(44)]
+    reports = [report(9), report(9), offloaded(46), offloaded(46)]
     assert [agent.on_pressure(r, 0.0) for r in reports] == [None] * 4
-    assert agent.on_pressure(offloaded(44), 0.0) == Request(request_id=1, kind="contract")
+    assert agent.on_pressure(offloaded(46), 0.0) == Request(request_id=1, kind="contract")
 
 
 def test_refusals_back_off() -> None:
@@ -110,7 +110,7 @@ def test_refusals_back_off() -> None:
     assert waits == [1, 2, 4, 8, 16, 30, 30]
     request = agent.on_pressure(report(0), now + 30)
     assert request is not None
-    agent.on_done(request.request_id, Residency.OFFLOADED)
+    agent.on_done(request.request_id, Residency.OFFLOADED, now)
     requests = [agent.on_pressure(offloaded(60), now + 30) for _ in range(3)]
     assert requests[2] is not None
 
@@ -126,9 +126,9 @@ def test_a_refused_contraction_leaves_the_pool_expanded() -> None:
 
 def test_tau_low_in_blocks() -> None:
     """From 1 on, tau_low is a number of blocks whatever the total."""
-    thresholds = Thresholds(tau_low=7, t_persist=1, backoff_s=1.0)
-    assert thresholds.num_blocks(1000) == 7
-    assert THRESHOLDS.num_blocks(101) == 11
+    thresholds = Thresholds(tau_low=7, tau_high=3, t_persist=1, hold_s=0.0, backoff_s=1.0)
+    assert (thresholds.low(1000), thresholds.high(1000)) == (7, 7)
+    assert (THRESHOLDS.low(101), THRESHOLDS.high(101)) == (11, 16)
     agent = Agent(thresholds, num_extra_blocks=NUM_EXTRA, residency=Residency.RESIDENT)
     assert agent.on_pressure(report(7), 0.0) is None
     assert agent.on_pressure(report(6), 0.0) is not None
@@ -139,7 +139,7 @@ def test_a_new_agent_takes_over_in_the_middle() -> None:
     agent = new_agent(Residency.RELOADING)
     agent.on_load_granted()
     agent.on_load_answered(ok=True)
-    agent.on_done(17, Residency.RESIDENT)
+    agent.on_done(17, Residency.RESIDENT, 0.0)
     assert agent.state is Residency.RESIDENT
 
 
@@ -156,11 +156,11 @@ def test_never_resident_after_a_failed_load() -> None:
     agent.on_load_granted()
     agent.on_load_answered(ok=False)
     agent.on_pressure(report(50), 0.0)
-    agent.on_done(1, Residency.RESIDENT)
+    agent.on_done(1, Residency.RESIDENT, 0.0)
     assert agent.state is Residency.RELOADING
     agent.on_load_granted()
     agent.on_load_answered(ok=True)
-    agent.on_done(1, Residency.RESIDENT)
+    agent.on_done(1, Residency.RESIDENT, 0.0)
     assert agent.state is Residency.RESIDENT
 
 
@@ -170,7 +170,7 @@ def test_answers_to_other_requests_are_ignored_while_one_is_open() -> None:
     request = [agent.on_pressure(report(0), 0.0) for _ in range(3)][2]
     assert request is not None
     agent.on_refused(request.request_id + 1, 0.0)
-    agent.on_done(request.request_id + 1, Residency.RESIDENT)
+    agent.on_done(request.request_id + 1, Residency.RESIDENT, 0.0)
     assert (agent.state, agent.open_request) == (Residency.OFFLOADING, request)
 
 
@@ -200,7 +200,9 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(Residency), st.integers(1, 3))
 def test_random_events(events: list[tuple[str, object]], start: Residency, persist: int) -> None:
     """Whatever happens: one open request at most, legal transitions, no unverified RESIDENT."""
-    thresholds = Thresholds(tau_low=0.3, t_persist=persist, backoff_s=1.0)
+    thresholds = Thresholds(
+        tau_low=0.3, tau_high=0.3, t_persist=persist, hold_s=0.0, backoff_s=1.0
+    )
     agent = Agent(thresholds, num_extra_blocks=NUM_EXTRA, residency=start)
     load_failed = False
     for now, (kind, value) in enumerate(events):
@@ -221,7 +223,7 @@ def test_random_events(events: list[tuple[str, object]], start: Residency, persi
             agent.on_refused(value, float(now))
         elif kind == "done":
             assert isinstance(value, tuple)
-            agent.on_done(*value)
+            agent.on_done(*value, float(now))
             told = value[1]
         elif kind == "granted":
             agent.on_load_granted()

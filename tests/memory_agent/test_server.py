@@ -23,7 +23,7 @@ from nightjar.v1 import memory_pb2
 def start_agent(folder: Path, failpoint: str = "", *flags: str) -> tuple[Command, str]:
     """An agent that accepts pools in `folder`, and its address."""
     command = Command(
-        "-m", "nightjar", "memory-agent", f"--shm-dir={folder}", *flags,
+        "-m", "nightjar", "memory-agent", f"--shm-dir={folder}", "--hold-s=0", *flags,
         environ={"NIGHTJAR_FAILPOINT": failpoint},
     )  # fmt: skip
     command.shows("listening on ")
@@ -80,7 +80,7 @@ async def test_a_whole_cycle(agent: str, pool: PoolStub) -> None:
         assert (await worker.status()).state == wire("OFFLOADING")
         await stream.done(request.request_id, "OFFLOADED")
 
-        request = await stream.request(base + extra - 6, base + extra, "OFFLOADED")
+        request = await stream.request(base + extra, base + extra, "OFFLOADED")
         assert request.kind == memory_pb2.TRANSITION_KIND_CONTRACT
         before = pool.digests()
         moves = {pool.tail[0]: 3, pool.tail[7]: 0, pool.tail[-1]: base - 1}
@@ -137,7 +137,12 @@ async def test_a_second_worker_is_refused(agent: str, pool: PoolStub) -> None:
         ({"arena_path": ""}, "FAILED_PRECONDITION.*--shm-dir"),
         ({"arena_path": "/\0"}, "FAILED_PRECONDITION.*"),
         ({"image_path": "/dev/null"}, "FAILED_PRECONDITION.*--shm-dir"),
-        ({"cuda_ipc_handle": b"x"}, "UNIMPLEMENTED.*cuda_ipc_handle"),
+        ({"cuda_ipc_handle": b"x"}, "INVALID_ARGUMENT.*cuda_ipc_handle: must have 64 bytes"),
+        ({"cuda_ipc_handle": b"x" * 64}, "INVALID_ARGUMENT.*cuda_device_uuid: must have 16 bytes"),
+        (
+            {"cuda_ipc_handle": b"x" * 64, "cuda_device_uuid": b"u" * 16},
+            "FAILED_PRECONDITION.*pools on a GPU cannot be mapped here",
+        ),
         ({"worker_id": ""}, "INVALID_ARGUMENT.*worker_id"),
         ({"residency": 0}, "INVALID_ARGUMENT.*residency"),
         ({"residency": 77}, "INVALID_ARGUMENT.*residency"),

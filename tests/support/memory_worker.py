@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from memory_agent.arena import SharedFile
+from memory_agent.checksum import image_digest
 from memory_agent.layout import ArenaLayout
 from nightjar.rpc import dial
 from nightjar.v1 import memory_pb2, memory_pb2_grpc, worker_pb2
@@ -36,7 +37,7 @@ class PoolStub:
         self.arena = SharedFile(str(folder / f"arena-{name}"), layout.num_bytes, create=True)
         self.image = SharedFile(str(folder / f"image-{name}"), layout.image_bytes, create=True)
         self.image.memory[:] = random.Random(1).randbytes(layout.image_bytes)
-        self.sha256 = hashlib.sha256(self.image.memory).digest()
+        self.sha256 = image_digest(memoryview(self.image.memory))
         rng = random.Random(2)
         for block in range(layout.num_base_blocks + layout.num_extra_blocks):
             self.write(block, rng.randbytes(layout.block_bytes))
@@ -64,7 +65,7 @@ class PoolStub:
         """Whether the tail holds the image."""
         start = self.layout.image_offset
         held = self.arena.memory[start : start + self.layout.image_bytes]
-        return hashlib.sha256(held).digest() == self.sha256
+        return image_digest(memoryview(held)) == self.sha256
 
     def handshake(
         self, residency: str | int = "RESIDENT", **changes: Any
@@ -169,9 +170,9 @@ class MemoryWorker:
         self.channel = dial(address)
         self.stub = memory_pb2_grpc.MemoryServiceStub(self.channel)
 
-    async def status(self) -> memory_pb2.GetMemoryStatusResponse:
+    async def status(self, *, pool_map: bool = False) -> memory_pb2.GetMemoryStatusResponse:
         """The agent's own status."""
-        request = memory_pb2.GetMemoryStatusRequest()
+        request = memory_pb2.GetMemoryStatusRequest(include_pool_map=pool_map)
         response = await self.stub.GetMemoryStatus(request, wait_for_ready=True, timeout=30)
         assert isinstance(response, memory_pb2.GetMemoryStatusResponse)
         return response

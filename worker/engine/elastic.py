@@ -26,6 +26,7 @@ from typing import Protocol
 
 import msgspec
 
+from memory_agent import failpoint
 from memory_agent.remap import plan_moves
 from nightjar import log
 from nightjar.errors import NightjarError
@@ -203,6 +204,7 @@ class ElasticMemory:
     def _expand(self) -> list[ToFront]:
         assert self._draft is not None
         self._draft.drop()
+        failpoint.reached("worker.mid_expand")
         self._blocks.expand()
         self._num_expansions += 1
         return self._finish("offloaded")
@@ -217,6 +219,7 @@ class ElasticMemory:
             return self._abandon(f"too few free head blocks for {len(live)} live tail blocks")
         self._moves, self._copied = plan_moves(live, destinations), set()
         self.residency = "reloading"
+        failpoint.reached("worker.before_copy")
         filling = self._scheduler.blocks_being_filled()
         full = [block for block in live if block not in filling]
         self._phase = _Phase.COPYING if full else _Phase.FREEZING
@@ -231,9 +234,11 @@ class ElasticMemory:
             self._phase = _Phase.COPYING_REST
             self._frozen_at_s = self._clock()
             return [self._grant_copy(rest)]
+        failpoint.reached("worker.before_rename")
         # Sources without a row any more give their destinations back.
         self._scheduler.rename(self._moves)
         self._moves = {}
+        failpoint.reached("worker.after_rename")
         self._blocks.give_tail_to_draft()
         self._phase = _Phase.LOADING
         return self._load()
@@ -271,6 +276,7 @@ class ElasticMemory:
 
     def _restore(self) -> list[ToFront]:
         assert self._draft is not None
+        failpoint.reached("worker.before_restore")
         try:
             self._draft.restore()
         except NightjarError as error:

@@ -169,7 +169,8 @@ def _build(
     buckets, workspace = device_sizes(config, configs[0], dtype) if placement.kernels else (None, 0)
     layout = layout_of(config, geometries, draft, placement, workspace_bytes=workspace)
     progress("pool", f"{layout.num_bytes >> 20} MB for {layout.num_base_blocks} blocks")
-    is_shared = draft is not None and not placement.kernels
+    # A GPU's pool is shared only where an agent is configured: its image takes host memory.
+    is_shared = draft is not None and (not placement.kernels or bool(config.memory_agent))
     arena = Arena(layout, config.shm_dir if is_shared else None, placement.device)
     atexit.register(arena.close)
     try:

@@ -140,6 +140,8 @@ def put_in_place(
         image_offset=layout.image_offset,
         image_bytes=layout.image_bytes,
         image_sha256=digest,
+        cuda_ipc_handle=arena.handle,
+        cuda_device_uuid=arena.device_uuid,
     )
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
+import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from memory_agent import cuda_memory
 from memory_agent.arena import SharedFile
+from memory_agent.checksum import image_digest
 from memory_agent.layout import ArenaLayout
 from nightjar.errors import ConfigError
 
@@ -65,7 +67,12 @@ class KVCache:
 
 
 class Arena:
-    """The arena's bytes: a shared file where an agent may map it, else private memory."""
+    """The arena's bytes, private or such as an agent may map.
+
+    Shared on a CPU they are a file in shared memory. Shared on a GPU they are an allocation by
+    itself, which `handle` opens, and the file is a page that stands for it: whoever maps the
+    arena holds the file's lock.
+    """
 
     def __init__(
         self, layout: ArenaLayout, shm_dir: str | None, device: torch.device | None = None
@@ -75,7 +82,7 @@ class Arena:
         Args:
             layout: The arena's.
             shm_dir: Folder of the shared file; None for private memory.
-            device: Where private memory lies; None is the CPU.
+            device: Where the bytes lie; None is the CPU.
 
         Raises:
             ConfigError: `shm_dir`, or the device, has no room for it.
@@ -83,26 +90,40 @@ class Arena:
         self.layout = layout
         self._files: list[tuple[SharedFile, int]] = []
         self._shm_dir = shm_dir
-        self.path = ""
+        self.path, self.handle, self.device_uuid = "", b"", b""
+        device = device or torch.device("cpu")
         if shm_dir is None:
-            self.memory = _zeros(layout.num_bytes, device or torch.device("cpu"))
-        else:
-            sweep_stale_files(shm_dir)
-            shared = self._create("arena", layout.num_bytes)
-            self.path = shared.path
-            self.memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
+            with _told_of_too_little_room(layout.num_bytes, device):
+                self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+            return
+        sweep_stale_files(shm_dir)
+        if device.type == "cuda":
+            self._share_device_memory(device)
+            return
+        shared = self._create("arena", layout.num_bytes)
+        self.path = shared.path
+        self.memory = torch.frombuffer(shared.memory, dtype=torch.uint8)
+
+    def _share_device_memory(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with _told_of_too_little_room(self.layout.num_bytes, device):
+            allocation = cuda_memory.allocate(index, self.layout.num_bytes)
+        self.handle, self.device_uuid = allocation.handle(), cuda_memory.uuid_of(index)
+        self.memory = allocation.tensor().zero_()
+        self.path = self._create("arena", mmap.PAGESIZE).path
 
     def write_image(self) -> tuple[str, bytes]:
         """Copy the image of the draft's weights into a file of its own.
 
         Returns:
-            The file's path and the SHA-256 of its layout.image_bytes.
+            The file's path and the checksum of its layout.image_bytes.
         """
         start, size = self.layout.image_offset, self.layout.image_bytes
         image = self._create("image", size)
-        source = self._files[0][0].memory
-        image.memory[:] = source[start : start + size]
-        digest = hashlib.sha256(image.memory).digest()
+        view = torch.frombuffer(image.memory, dtype=torch.uint8)
+        view.copy_(self.memory[start : start + size])
+        digest = image_digest(view.numpy().data)
+        del view
         image.memory.close()  # the file stays; its pages need not count as ours
         return image.path, digest
 
@@ -125,10 +146,11 @@ class Arena:
         return shared
 
 
-def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+@contextlib.contextmanager
+def _told_of_too_little_room(num_bytes: int, device: torch.device) -> Iterator[None]:
     try:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
+        yield
+    except (torch.OutOfMemoryError, cuda_memory.OutOfDeviceMemory):
         raise ConfigError(
             f"the pool takes {num_bytes >> 20} MB, for which {device} has no room; ask for less "
             "by --num-blocks, --kv-mb or --gpu-memory-share"

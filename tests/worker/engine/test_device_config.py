@@ -81,7 +81,6 @@ def test_auto_takes_a_gpu_that_torch_can_use(
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"device": "cuda", "memory_agent": "127.0.0.1:1"}, "--memory-agent=.*CPU workers only"),
         ({"device": "cpu", "dtype": "float16"}, "--dtype='float16': runs on a GPU only"),
         (
             {"device": "cpu", "max_num_seqs": 300},
