@@ -58,7 +58,7 @@ def move_blocks(
             and from all sources, so that the order of moves does not matter.
         block_bytes: Of one block, a multiple of 16.
         chunk_words: Words of 8 bytes that a program moves, a power of two.
-        num_warps: Of a program.
+        num_warps: Of a program, at most.
 
     Raises:
         ValueError: Blocks of that size cannot be moved.
@@ -80,7 +80,7 @@ def move_blocks(
         BLOCK_WORDS=num_words,
         CHUNK_WORDS=chunk_words,
         NUM_CHUNKS=num_chunks,
-        num_warps=num_warps,
+        num_warps=max(1, min(num_warps, chunk_words // (32 * _WORDS))),  # none with less to do
     )
 
 

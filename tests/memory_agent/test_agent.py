@@ -200,9 +200,7 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(Residency), st.integers(1, 3))
 def test_random_events(events: list[tuple[str, object]], start: Residency, persist: int) -> None:
     """Whatever happens: one open request at most, legal transitions, no unverified RESIDENT."""
-    thresholds = Thresholds(
-        tau_low=0.3, tau_high=0.3, t_persist=persist, hold_s=0.0, backoff_s=1.0
-    )
+    thresholds = Thresholds(tau_low=0.3, tau_high=0.3, t_persist=persist, hold_s=0.0, backoff_s=1.0)
     agent = Agent(thresholds, num_extra_blocks=NUM_EXTRA, residency=start)
     load_failed = False
     for now, (kind, value) in enumerate(events):
