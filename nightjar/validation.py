@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from nightjar.errors import InvalidRequest, NotServed
+from nightjar.errors import InvalidRequest
 from nightjar.v1 import generation_pb2 as pb
 
 # The rest of a message of 4 MiB is left to a continuation, which a gateway may have to add.
@@ -48,12 +48,6 @@ _RANGES = {
     "n": (1, 128),
 }
 _ABOVE_ZERO = ("top_p", "repetition_penalty")  # ranges that leave out their lower end
-_NEUTRAL = {  # designed, not served yet: only what asks for nothing is accepted
-    "min_tokens": 0,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +64,6 @@ def validate(request: pb.GenerateRequest, limits: Limits | None = None) -> None:
 
     Raises:
         InvalidRequest: A value can never work; names the field and the limit.
-        NotServed: The field is designed but not served by this build.
     """
     _check_counts(request)
     check_known(request)
@@ -85,7 +78,6 @@ def validate(request: pb.GenerateRequest, limits: Limits | None = None) -> None:
         _check_range("speculation.max_gamma", request.speculation.max_gamma, 0, MAX_GAMMA)
     if request.HasField("continuation"):
         _check_continuation(request, limits)
-    _check_served(request)
 
 
 def check_length(
@@ -185,21 +177,6 @@ def _check_counts(request: pb.GenerateRequest) -> None:
         raise InvalidRequest("sampling.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
-
-
-def _check_served(request: pb.GenerateRequest) -> None:
-    sampling = request.sampling
-    for name, value in _NEUTRAL.items():
-        if sampling.HasField(name) and getattr(sampling, name) != value:  # type: ignore[arg-type]
-            text = f"not served by this version; only {value} is accepted"
-            raise NotServed(f"sampling.{name}", text)
-    if sampling.logit_bias:
-        raise NotServed("sampling.logit_bias", "not served by this version")
-    for name in ("logprobs", "prompt_logprobs"):
-        if sampling.HasField(name):  # type: ignore[arg-type]
-            raise NotServed(f"sampling.{name}", "not served by this version")
-    if request.HasField("continuation"):
-        raise NotServed("continuation", "not served by this version")
 
 
 def _check_prompt(request: pb.GenerateRequest, limits: Limits | None) -> None:

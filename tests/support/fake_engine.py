@@ -1,5 +1,7 @@
 """An engine without a model: speaks the channel's protocol, answers by repeating the prompt.
 
+Log-probabilities are `logprob` of the token; the likeliest tokens are always 0, 1, 2 and so on.
+
 Run as a process in the engine's place. What it was told is appended, a line each, to --log.
 """
 
@@ -12,10 +14,13 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from worker.channel import EngineChannel
 from worker.messages import (
     Abort,
     Finished,
+    Logprobs,
     Progress,
     Ready,
     RowUsage,
@@ -37,6 +42,7 @@ def main() -> int:
     parser.add_argument("--log", required=True)
     parser.add_argument("--tick-ms", type=float, default=1)
     parser.add_argument("--num-tokens", type=int, default=1, help="tokens of a row's step")
+    parser.add_argument("--context", type=int, default=MAX_MODEL_LEN)
     parser.add_argument("--hold", action="store_true", help="requests wait for ever")
     parser.add_argument("--wedge-at", type=int, default=0, help="say nothing from this step on")
     parser.add_argument("--die-at", type=int, default=0, help="exit with 7 at this step")
@@ -50,7 +56,7 @@ def main() -> int:
         channel.send(StartFailed(kind=args.refuse, message="no good"))
         channel.close()
         return 1
-    channel.send(ready())
+    channel.send(msgspec.structs.replace(ready(), max_model_len=args.context))
     print("noise on stdout")
     FakeEngine(channel, args).run()
     channel.close()
@@ -93,7 +99,8 @@ class FakeEngine:
             for message in self.channel.poll(self.args.tick_ms / 1000):
                 self.note(message)
                 if isinstance(message, Submit):
-                    self.rows[message.request_id], self.sent[message.request_id] = message, 0
+                    self.rows[message.request_id] = message
+                    self.sent[message.request_id] = len(message.prior_token_ids)
                 elif isinstance(message, Abort):
                     self.rows.pop(message.request_id, None)
                 elif isinstance(message, Shutdown):
@@ -127,12 +134,21 @@ class FakeEngine:
         counts: list[int] = []
         request_ids = list(self.rows)
         ended: list[Finished] = []
+        scored: list[Logprobs] = []
+        prompts: list[Logprobs] = []
         for request_id in request_ids:
             row, sent = self.rows[request_id], self.sent[request_id]
             count = min(self.args.num_tokens, row.sampling.max_tokens - sent)
             prompt = row.prompt_token_ids
-            ids += [prompt[(sent + i) % len(prompt)] for i in range(count)]
+            new = [prompt[(sent + i) % len(prompt)] for i in range(count)]
+            ids += new
             counts.append(count)
+            if row.sampling.num_logprobs >= 0:
+                scored.append(logprobs(request_id, new, row.sampling.num_logprobs))
+            if row.sampling.num_prompt_logprobs >= 0 and not sent:
+                k, middle = row.sampling.num_prompt_logprobs, max(1, len(prompt) // 2)
+                prompts += [logprobs(request_id, prompt[1:middle], k)]
+                prompts += [logprobs(request_id, prompt[middle:], k)]
             self.sent[request_id] = sent + count
             if sent + count == row.sampling.max_tokens:
                 reason = "stop" if row.sampling.stop else "length"
@@ -143,6 +159,8 @@ class FakeEngine:
             num_tokens=counts,
             token_ids=struct.pack(f"<{len(ids)}i", *ids),
             finished=ended,
+            logprobs=scored,
+            prompt_logprobs=prompts,
         )
 
     def status(self) -> Status:
@@ -167,6 +185,24 @@ class FakeEngine:
             num_granted_blocks=0,
             rss_bytes=1,
         )
+
+
+def logprob(token_id: int) -> float:
+    """What every token has everywhere; exact in float32."""
+    return -token_id / 64
+
+
+def logprobs(request_id: int, token_ids: list[int], num_top: int) -> Logprobs:
+    """The columns of some tokens of a row."""
+    count = len(token_ids) * num_top
+    top = list(range(num_top)) * len(token_ids)
+    return Logprobs(
+        request_id=request_id,
+        num_top=num_top,
+        chosen=struct.pack(f"<{len(token_ids)}f", *map(logprob, token_ids)),
+        top_ids=struct.pack(f"<{count}i", *top),
+        top=struct.pack(f"<{count}f", *map(logprob, top)),
+    )
 
 
 def finished(request_id: int, reason: str, num_tokens: int) -> Finished:

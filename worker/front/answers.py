@@ -231,13 +231,23 @@ class _Choice:
 def _replay(
     text: Detokenizer, tokenizer: Tokenizer, sampling: SamplingParams, resumed: Resumed
 ) -> str:
-    """Bring `text` to where the prior tokens end; what they show that the client lacks."""
+    """Bring `text` to where the prior tokens end; what they show that the client lacks.
+
+    An answer that ends with the last of them is for the engine to end.
+    """
     ends = set(sampling.stop_token_ids)
     ends |= set() if sampling.ignore_eos else set(tokenizer.eos_token_ids)
-    shown = "".join(map(text.push, resumed.token_ids)).encode()
-    if text.stopped or not ends.isdisjoint(resumed.token_ids[sampling.min_tokens :]):
-        raise InvalidRequest("continuation.token_ids", "the answer has ended with them")
-    delivered = resumed.num_text_bytes_delivered
+    texts: list[str] = []
+    ended = 0
+    for count, token_id in enumerate(resumed.token_ids, start=1):
+        if ended:
+            raise InvalidRequest(
+                "continuation.token_ids", f"go on after token {ended}, which ended the answer"
+            )
+        texts.append(text.push(token_id))
+        if text.stopped or (token_id in ends and count > sampling.min_tokens):
+            ended = count
+    shown, delivered = "".join(texts).encode(), resumed.num_text_bytes_delivered
     if delivered > len(shown):
         raise InvalidRequest(
             "continuation.num_text_bytes_delivered",
