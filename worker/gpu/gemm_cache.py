@@ -13,13 +13,14 @@ import torch
 import triton
 
 from nightjar import log
+from worker.gpu import gemm_library
 from worker.kernels import gemm, gemm_tiles
 from worker.kernels.gemm import num_splits
 from worker.kernels.gemm_tiles import Tile, candidates
 from worker.kernels.launch import launches_early
 
 Shape = tuple[int, int, str]  # outputs, inputs, dtype
-_SOURCES = (__file__, gemm.__file__, gemm_tiles.__file__)
+_SOURCES = (__file__, gemm.__file__, gemm_tiles.__file__, gemm_library.__file__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,9 @@ class Choice:
     num_rows: int
     tile: Tile
     tile_us: float
-    library_us: float
-    takes_library: bool  # faster, and its bits are the tile's
+    library_us: float  # of cuBLAS as it likes
+    us: float  # of what runs
+    library_rows: int = 0  # rows that cuBLAS multiplies at once; 0: the tile runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ def load(
     )
     known = fits and all(
         choice.tile in candidates(choice.num_rows, splits, weight.dtype)
-        and choice.tile_us > 0 < choice.library_us
+        and min(choice.tile_us, choice.library_us, choice.us) > 0 <= choice.library_rows
         for shape, weight in zip(shapes, weights, strict=True)
         for splits in [num_splits(shape.num_inputs, shape.num_outputs)]
         for choice in shape.choices

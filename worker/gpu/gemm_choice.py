@@ -1,8 +1,8 @@
 """Which kernel multiplies by which weights: timed once, with equal bits, and kept on disk.
 
 The order of additions is a rule of the weight's shape (`worker.kernels.gemm.num_splits`); a
-tile always keeps it. cuBLAS runs where it is faster and was seen to keep it, for that shape
-and that number of rows alone.
+tile always keeps it. cuBLAS runs, whole or cut (`worker.gpu.gemm_library`), where it is faster
+and was seen to keep it, for that shape and that number of rows alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,7 @@ from nightjar import log
 from nightjar.errors import EngineFailure
 from worker.gpu import gemm_cache
 from worker.gpu.gemm_cache import Choice, ShapeChoices, shape_of
+from worker.gpu.gemm_library import library_matmul
 from worker.gpu.gemm_meter import CudaMeter, Meter, Product
 from worker.kernels.gemm import compile_tile, fixed_order_matmul, num_splits, prepare_counters
 from worker.kernels.gemm_tiles import Tile, candidates
@@ -27,14 +29,27 @@ from worker.messages import ProductChoice
 _CLASSES = (16, 32, 64, 128, 256, 512, 1024, 2048)  # rows up to which one tile is best
 _PROOF_TILE = Tile(16, 64, 64, 4, 3)  # whose bits all others must have
 _NUM_FINALISTS = 2
+# Rows that cuBLAS multiplies at once where all at once is another order. Below the least it is
+# not tried in parts: their launches cost more than they gain.
+_SLICES = (4096, 2048, 1024, 512)
+_LEAST_IN_PARTS = 128
 _ALIGNMENT = 16  # bytes; cuBLAS may take another kernel below it
+
+
+class Library(Protocol):
+    """What `library_matmul` is: the seam that tests put another in."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, splits: int, rows_at_once: int
+    ) -> torch.Tensor:
+        """Product of x [M, K] and weight [N, K] transposed."""
 
 
 class GemmTable:
     """Multiplies by weights in the fixed order, as fast as was found."""
 
     def __init__(
-        self, shapes: Iterable[ShapeChoices] = (), *, library: Product = torch.nn.functional.linear
+        self, shapes: Iterable[ShapeChoices] = (), *, library: Library = library_matmul
     ) -> None:
         """Shapes without choices run the first candidate."""
         self.shapes = tuple(shapes)
@@ -51,9 +66,9 @@ class GemmTable:
         else:
             index = bisect_left(choices, num_rows, key=lambda choice: choice.num_rows)
             choice = choices[min(index, len(choices) - 1)]
-            seen = choice.takes_library and choice.num_rows == num_rows
+            seen = choice.library_rows and choice.num_rows == num_rows
             if seen and _is_plain(x) and _is_plain(weight):
-                return self._library(x, weight)
+                return self._library(x, weight, splits, choice.library_rows)
             tile = choice.tile
         return fixed_order_matmul(x, weight, tile, splits)
 
@@ -64,9 +79,9 @@ class GemmTable:
                 num_outputs=shape.num_outputs,
                 num_inputs=shape.num_inputs,
                 num_rows=choice.num_rows,
-                kernel="cublas" if choice.takes_library else choice.tile.name,
-                us=choice.library_us if choice.takes_library else choice.tile_us,
-                ratio=1.0 if choice.takes_library else choice.tile_us / choice.library_us,
+                kernel=_kernel_name(shape, choice),
+                us=choice.us,
+                ratio=choice.us / choice.library_us,
             )
             for shape in self.shapes
             for choice in shape.choices
@@ -78,7 +93,7 @@ class FreeTable(GemmTable):
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Like `GemmTable.product`, but a row's bits may depend on its neighbours."""
-        return self._library(x, weight)
+        return torch.nn.functional.linear(x, weight)
 
 
 def default_table() -> GemmTable:
@@ -99,7 +114,7 @@ def choose_gemms(
     progress: Callable[[str, str], None],
     key: str,
     meter: Meter | None = None,
-    library: Product = torch.nn.functional.linear,
+    library: Library = library_matmul,
 ) -> GemmTable:
     """Choose a kernel for each shape of weight and each number of rows.
 
@@ -114,7 +129,7 @@ def choose_gemms(
         progress: Told (stage, detail).
         key: What else the choice may depend on.
         meter: Compiles and times; the GPU's by default.
-        library: Stands in for cuBLAS in tests.
+        library: Stands in for `library_matmul` in tests.
 
     Raises:
         EngineFailure: No kernel multiplies by some weight.
@@ -148,7 +163,7 @@ class _Chooser:
     """Chooses for one weight."""
 
     def __init__(
-        self, weight: torch.Tensor, rows: Sequence[int], meter: Meter, library: Product
+        self, weight: torch.Tensor, rows: Sequence[int], meter: Meter, library: Library
     ) -> None:
         self.weight, self.rows, self.meter, self.library = weight, rows, meter, library
         self.num_outputs, self.num_inputs = weight.shape
@@ -189,14 +204,34 @@ class _Chooser:
                     f"[{self.num_outputs}, {self.num_inputs}] in the fixed order"
                 )
             tile = min(times, key=lambda tile: times[tile])
-            library_us = self.meter.us(self.library, self.inputs[0][:num_rows], self.weight)
-            yield Choice(
-                num_rows=num_rows,
-                tile=tile,
-                tile_us=times[tile],
-                library_us=library_us,
-                takes_library=library_us < times[tile] and self._keeps(self.library, num_rows),
-            )
+            yield self._against_library(num_rows, tile, times[tile])
+
+    def _against_library(self, num_rows: int, tile: Tile, tile_us: float) -> Choice:
+        """The tile, or cuBLAS where it is faster in some way that keeps the order."""
+        x = self.inputs[0][:num_rows]
+        library_us = self.meter.us(self._in_library(1, num_rows), x, self.weight)
+        us, library_rows = tile_us, 0
+        for rows_at_once in (num_rows, *(size for size in _SLICES if size < num_rows)):
+            product = self._in_library(self.splits, rows_at_once)
+            is_whole = self.splits == 1 and rows_at_once == num_rows
+            if not is_whole and num_rows < _LEAST_IN_PARTS:
+                continue
+            taken = library_us if is_whole else self.meter.us(product, x, self.weight)
+            if taken < us and self._keeps(product, num_rows):
+                us, library_rows = taken, rows_at_once
+                if is_whole:
+                    break
+        return Choice(
+            num_rows=num_rows,
+            tile=tile,
+            tile_us=tile_us,
+            library_us=library_us,
+            us=us,
+            library_rows=library_rows,
+        )
+
+    def _in_library(self, splits: int, rows_at_once: int) -> Product:
+        return partial(self.library, splits=splits, rows_at_once=rows_at_once)
 
     def _times(self, tiles: Iterable[Tile], num_rows: int, *, prove: bool) -> dict[Tile, float]:
         """Microseconds of those that run and, where asked, are seen to keep the order."""
@@ -258,6 +293,14 @@ def _load_kernels(
             fixed_order_matmul(x, weight, tile, num_splits(shape.num_inputs, shape.num_outputs))
     if weights[0].device.type == "cuda":
         torch.cuda.synchronize(weights[0].device)  # whatever stream runs products next
+
+
+def _kernel_name(shape: ShapeChoices, choice: Choice) -> str:
+    if not choice.library_rows:
+        return choice.tile.name
+    splits = num_splits(shape.num_inputs, shape.num_outputs)
+    times = splits * -(-choice.num_rows // choice.library_rows)
+    return "cublas" if times == 1 else f"cublas, {times} calls"
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -10,7 +10,8 @@ import torch
 
 from nightjar.errors import EngineFailure
 from worker.gpu import gemm_cache
-from worker.gpu.gemm_choice import GemmTable, choose_gemms, default_table, free_table
+from worker.gpu.gemm_choice import GemmTable, Library, choose_gemms, default_table, free_table
+from worker.gpu.gemm_library import library_matmul
 from worker.gpu.gemm_meter import Product
 from worker.kernels.gemm import fixed_order_matmul, num_splits, reference_matmul, split_size
 from worker.kernels.gemm_tiles import Join, Tile, candidates
@@ -166,18 +167,22 @@ WEIGHT = random(32, 64, seed=3)
 FIRST, SECOND = candidates(2, 1, torch.float32)[:2]
 
 
-def exact_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def exact_library(
+    x: torch.Tensor, weight: torch.Tensor, splits: int = 1, rows_at_once: int = 0
+) -> torch.Tensor:
     """Stands in for a library that adds in the fixed order."""
-    return fixed_order_matmul(x, weight, FIRST, 1)
+    return fixed_order_matmul(x, weight, FIRST, splits)
 
 
-def other_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def other_library(
+    x: torch.Tensor, weight: torch.Tensor, splits: int, rows_at_once: int
+) -> torch.Tensor:
     """Stands in for a library that adds in another order."""
     return (x.double() @ weight.double().T).float() * (1 + 2**-20)
 
 
 def choose(
-    meter: FakeMeter, library: Product, *, cache: Path | None = None, key: str = "a"
+    meter: FakeMeter, library: Library, *, cache: Path | None = None, key: str = "a"
 ) -> GemmTable:
     """Choose for 2 and 8 rows, two weights of one shape."""
     stages: list[tuple[str, str]] = []
@@ -213,7 +218,9 @@ def test_the_library_is_chosen_for_rows_it_was_seen_with() -> None:
     """A faster library of equal bits runs at the buckets, and a tile at all other sizes."""
     calls: list[int] = []
 
-    def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def library(
+        x: torch.Tensor, weight: torch.Tensor, splits: int, rows_at_once: int
+    ) -> torch.Tensor:
         calls.append(len(x))
         return exact_library(x, weight)
 
@@ -229,6 +236,41 @@ def test_the_library_is_chosen_for_rows_it_was_seen_with() -> None:
         < (ERROR[torch.float32])
     )
     assert calls == [2, 8]
+
+
+def test_a_library_that_keeps_the_order_of_fewer_rows_multiplies_so_many_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all rows at once are added otherwise, parts of them run, if they are fast."""
+    monkeypatch.setattr("worker.gpu.gemm_choice._SLICES", (6, 4))
+    monkeypatch.setattr("worker.gpu.gemm_choice._LEAST_IN_PARTS", 8)
+
+    def library(
+        x: torch.Tensor, weight: torch.Tensor, splits: int, rows_at_once: int
+    ) -> torch.Tensor:
+        right = min(rows_at_once, len(x)) <= 4
+        return (exact_library if right else other_library)(x, weight, splits, rows_at_once)
+
+    table = choose(FakeMeter({None: 10.0}), library)
+    assert [(c.num_rows, c.kernel) for c in table.describe()] == [
+        (2, "cublas"),
+        (8, "cublas, 2 calls"),
+    ]
+    x = random(8, 64)
+    assert torch.equal(table.product(x, WEIGHT), exact_library(x, WEIGHT))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("rows_at_once", [3, 5, 7, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_library_cut_by_rows_and_splits_multiplies(
+    dtype: torch.dtype, rows_at_once: int, splits: int
+) -> None:
+    """Parts of rows and of inputs make the whole product, the last ones shorter."""
+    x, weight = random(10, 600).to(dtype), random(24, 600).to(dtype)
+    got = library_matmul(x, weight, splits, rows_at_once)
+    assert got.dtype is dtype
+    assert relative_error(got, reference_matmul(x, weight, splits)) < ERROR[dtype]
 
 
 def test_a_library_of_other_bits_is_refused_however_fast() -> None:
@@ -283,7 +325,7 @@ def test_choices_are_kept_and_not_timed_again(tmp_path: Path) -> None:
         lambda data: b"[]",
         lambda data: data.replace(b'"block_m":16', b'"block_m":48'),
         lambda data: data.replace(b'"num_rows":8', b'"num_rows":9'),
-        lambda data: data.replace(b'"takes_library":false', b'"takes_library":"no"'),
+        lambda data: data.replace(b'"library_rows":0', b'"library_rows":"no"'),
         lambda data: data.replace(b'"library_us":50.0', b'"library_us":0.0'),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from worker.gpu.gemm_choice import GemmTable, choose_gemms
+from worker.gpu.gemm_library import library_matmul
 from worker.gpu.gemm_meter import CudaMeter
 from worker.kernels.gemm import compile_tile, fixed_order_matmul, num_splits, reference_matmul
 from worker.kernels.gemm_tiles import Tile, candidates
@@ -141,6 +142,21 @@ def test_the_library_alone_changes_bits() -> None:
     library = torch.nn.functional.linear
     wanted = library(x, weight)
     assert any(not torch.equal(library(x[:rows], weight), wanted[:rows]) for rows in ROWS)
+
+
+@pytest.mark.parametrize("shape", [DOWN, DRAFT[3]])
+def test_the_library_adds_splits_as_tiles_do(shape: tuple[int, int]) -> None:
+    """Split by split, cuBLAS adds to what it is given, rounding once: some size has equal bits."""
+    weight, x = weight_of(shape), normal(2048, shape[1])
+    splits = num_splits(shape[1], shape[0])
+    wanted = fixed_order_matmul(x, weight, PROOF, splits)
+    equal = [
+        rows
+        for rows in (128, 256, 512, 1024, 1536, 2048)
+        if torch.equal(library_matmul(x[:rows], weight, splits, rows), wanted[:rows])
+    ]
+    print(f"{shape}: cuBLAS in {splits} parts has the order's bits at {equal}")
+    assert equal
 
 
 def test_choices_keep_the_order_and_are_read_again(tmp_path: Path) -> None:
