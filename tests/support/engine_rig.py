@@ -204,6 +204,10 @@ class Rig:
 
     def take(self, output: StepOutput) -> None:
         """File a step's tokens under their requests."""
+        for message in output.prompt_logprobs:
+            answer = self.answers[message.request_id]
+            assert not answer.token_ids, "a prompt's log-probabilities after a token"
+            answer.prompt_logprobs.take(message)
         token_ids, start = array("i", output.token_ids), 0
         for request_id, count in zip(output.request_ids, output.num_tokens, strict=True):
             answer = self.answers[request_id]
@@ -211,10 +215,6 @@ class Rig:
             answer.token_ids += token_ids[start : start + count]
             start += count
         assert start == len(token_ids)
-        for message in output.prompt_logprobs:
-            answer = self.answers[message.request_id]
-            assert not answer.token_ids, "a prompt's log-probabilities after a token"
-            answer.prompt_logprobs.take(message)
         for message in output.logprobs:
             answer = self.answers[message.request_id]
             answer.logprobs.take(message)

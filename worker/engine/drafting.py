@@ -150,7 +150,7 @@ class Drafting:
         cap = min(sequence.max_num_tokens - row.bound - 1, num_slots - row.bound)
         if sequence.params.max_gamma is not None:
             cap = min(cap, sequence.params.max_gamma)
-        most = self._proposer.max_row_gamma(row.bound)
+        most = max(0, self._proposer.max_row_gamma(row.bound))
         if self._has_cache and most < min(cap, wanted):
             sequence.limit_speculation("the draft model's context ended")
         return max(0, min(cap, most))
