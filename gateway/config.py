@@ -41,6 +41,27 @@ class GatewayConfig:
     max_progress_age_ms: int = at_least(
         100, 10_000, "a worker whose engine made no step for this long is not ready"
     )
+    stall_timeout_ms: int = at_least(
+        100,
+        2000,
+        "an answer that brought nothing for this long goes on at another worker, if its own "
+        "answers no probes or its engine makes no steps",
+    )
+    max_attempts: int = at_least(
+        1, 3, "most calls for one answer, the first and those that go on with it included"
+    )
+    resume_timeout_s: float = at_least(
+        0, 10, "seconds that an answer that broke off may wait for workers that are full"
+    )
+    max_open_requests: int = at_least(
+        1, 1024, "answers open at once, each of a request's n counted; more are refused (429)"
+    )
+    max_queued_tokens: int = at_least(
+        1,
+        1_048_576,
+        "tokens, about, of prompts that wait for their first token; more are refused (429), "
+        "but for one that finds none waiting",
+    )
     max_body_bytes: int = at_least(1024, 4 * 1024 * 1024, "most bytes of an HTTP request's body")
     api_keys: str = option(
         "",

@@ -1,93 +1,83 @@
-"""A request's way to a worker: choose, validate, stream; elsewhere while nothing was sent."""
+"""A request's way in: a worker is there, the request is valid, and there is room for it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 
 from gateway import router
+from gateway.admission import Admission, num_prompt_tokens
+from gateway.attempts import Attempts, Bounds, Notes
+from gateway.continuity import Answer
 from gateway.prompt_beginning import request_facts
 from gateway.registry import Registry, Worker
 from gateway.routing.facts import Policy, RequestFacts
-from gateway.worker_client import WorkerFailed
-from nightjar import log
-from nightjar.errors import InvalidRequest, Unavailable
+from nightjar.errors import InvalidRequest, OtherArithmetic, Unavailable
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.validation import validate
-
-MAX_ATTEMPTS = 3
 
 
 class Dispatcher:
     """Serves requests of both protocols from the registry's workers."""
 
-    def __init__(self, registry: Registry, policy: Policy) -> None:
+    def __init__(
+        self, registry: Registry, policy: Policy, admission: Admission, bounds: Bounds
+    ) -> None:
         self._registry = registry
         self._policy = policy
+        self._admission = admission
+        self._bounds = bounds
 
     async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float | None
+        self, request: pb.GenerateRequest, timeout_s: float | None, notes: Notes | None = None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Stream the answer of the worker that routing chooses; closing it cancels the call.
+        """Stream the answer, from one worker or from several in turn; closing it cancels all calls.
 
-        A worker that is lost, draining or full before it sent a token is replaced by
-        another, at most twice. `request.model` is filled in where it was empty.
+        `request.model` is filled in where it was empty, `notes` as the answer goes on.
 
         Raises:
             InvalidRequest, NotServed: The request can never work; nothing was sent.
-            Unavailable: No worker is ready.
-            WorkerFailed: A worker's error, or its loss after the first token.
+            Overloaded: The gateway has no room.
+            Unavailable: No worker is ready, or none can go on with what was begun.
+            OtherArithmetic: A continuation of an answer that no worker here could have begun.
+            WorkerFailed: A worker's error.
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        failure: WorkerFailed | None = None
         facts = request_facts(request)
-        tried: set[str] = set()
-        for _ in range(MAX_ATTEMPTS):
-            worker = self._choose(request, facts, tried)
-            if worker is None:
-                break
-            validate(request, worker.limits)
-            request.model = worker.status.model.name
-            tried.add(worker.address)
-            remaining = None if deadline is None else deadline - loop.time()
-            held: pb.GenerateResponse | None = None
-            committed = False
-            worker.request_sent()
-            try:
-                async with aclosing(worker.client.generate(request, remaining)) as responses:
-                    async for response in responses:
-                        # Facts of admission commit nothing: they wait for the first token.
-                        if not committed and held is None and _only_starts(response):
-                            held = response
-                            continue
-                        committed = True
-                        if held is not None:
-                            yield held
-                            held = None
-                        yield response
-                if held is not None:
-                    yield held
-                return
-            except WorkerFailed as error:
-                failure = error
-                if error.lost:
-                    await self._registry.suspect(worker)
-                if committed or not error.elsewhere:
-                    raise
-                log.get().warning("trying another worker", lost=worker.address, error=str(error))
-            finally:
-                worker.request_ended()
-        if failure is not None:
-            raise failure
-        validate(request)
-        raise Unavailable("no worker is ready; try again in a moment")
+        worker = self._choose(facts, self._model(request))
+        validate(request, None if worker is None else worker.limits)
+        if worker is None:
+            raise Unavailable("no worker is ready; try again in a moment")
+        request.model = worker.status.model.name
+        answer = Answer(request)
 
-    def _choose(
-        self, request: pb.GenerateRequest, facts: RequestFacts, tried: set[str]
-    ) -> Worker | None:
-        """The worker to use; any ready one if none has the model, for the validator to refuse.
+        def choose(fingerprint: str, excluded: set[str]) -> Worker | None:
+            return self._choose(facts, request.model, fingerprint, excluded)
+
+        if answer.fingerprint and choose(answer.fingerprint, set()) is None:
+            raise OtherArithmetic(
+                "continuation.arithmetic_fingerprint",
+                "no worker that is ready computes with the arithmetic that began the answer",
+            )
+        notes = Notes() if notes is None else notes
+        attempts = Attempts(
+            answer,
+            choose=choose,
+            registry=self._registry,
+            bounds=self._bounds,
+            deadline=deadline,
+            notes=notes,
+        )
+        with self._admission.enter(answer.num_choices, num_prompt_tokens(request)) as ticket:
+            async with aclosing(attempts.run()) as responses:
+                async for response in responses:
+                    ticket.begun()
+                    yield response
+
+    def _model(self, request: pb.GenerateRequest) -> str:
+        """The model to use; empty, for any worker and the validator, if there is no choice.
 
         Raises:
             InvalidRequest: The model must be named, or is none of several.
@@ -96,13 +86,21 @@ class Dispatcher:
         if len(models) > 1 and request.model not in models:
             given = f"unknown model {request.model[:128]!r}" if request.model else "is required"
             raise InvalidRequest("model", f"{given}; this server has {', '.join(models)}")
-        model = request.model if request.model in models else ""
-        loads = self._registry.loads()
-        chosen = router.choose(self._policy, facts, loads, model=model, excluded=tried)
+        return request.model if request.model in models else ""
+
+    def _choose(
+        self,
+        facts: RequestFacts,
+        model: str,
+        fingerprint: str = "",
+        excluded: Collection[str] = (),
+    ) -> Worker | None:
+        chosen = router.choose(
+            self._policy,
+            facts,
+            self._registry.loads(),
+            model=model,
+            fingerprint=fingerprint,
+            excluded=excluded,
+        )
         return None if chosen is None else self._registry.workers[chosen.address]
-
-
-def _only_starts(response: pb.GenerateResponse) -> bool:
-    return response.HasField("start") and not (
-        response.token_ids or response.text or response.finish_reason or response.HasField("usage")
-    )

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from gateway.access import Access, check_exposure
+from gateway.admission import Admission
+from gateway.attempts import Bounds
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher
 from gateway.grpc_gate import GrpcGate
@@ -49,7 +51,12 @@ class Gateway:
         )
         self.registry = Registry(config, self._grpc.set_ready)
         policy = make_policy(config.routing, config.routing_load_factor)
-        dispatcher = Dispatcher(self.registry, policy)
+        dispatcher = Dispatcher(
+            self.registry,
+            policy,
+            Admission(config.max_open_requests, config.max_queued_tokens),
+            Bounds(max_attempts=config.max_attempts, resume_timeout_s=config.resume_timeout_s),
+        )
         app = make_app(dispatcher, self.registry, config.max_body_bytes)
         self._http = HttpServer(
             Gate(app, access),

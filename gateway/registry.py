@@ -7,13 +7,14 @@ it is back with the first good probe.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 
 from gateway.config import GatewayConfig
 from gateway.routing.facts import WorkerLoad
-from gateway.worker_client import WorkerClient, WorkerFailed
+from gateway.worker_client import Stream, WorkerClient, WorkerFailed
 from nightjar import log, tls
 from nightjar.v1 import worker_pb2
 from nightjar.validation import Limits
@@ -49,6 +50,8 @@ class Worker:
         self.status = Status()
         self.not_ready = "has not answered yet"  # the reason; empty while it is ready
         self.num_failures = 0  # failed probes in a row
+        self.silent = False  # answers no probes, or its engine makes no steps
+        self._streams: set[Stream] = set()
         self._num_dispatched = 0
         self._gamma: float | None = None  # smoothed; None while idle
 
@@ -68,6 +71,7 @@ class Worker:
             gamma=self._gamma,
             acceptance_rate=self.status.acceptance_rate,
             planner_connected=self.status.planner_connected,
+            fingerprint=self.status.arithmetic.fingerprint,
         )
 
     @property
@@ -78,13 +82,21 @@ class Worker:
             model=model.name, vocab_size=model.vocab_size, max_model_len=model.max_model_len
         )
 
-    def request_sent(self) -> None:
-        """Count a request that no status shows yet."""
-        self._num_dispatched += 1
+    @contextmanager
+    def answering(self, stream: Stream, num_choices: int) -> Iterator[None]:
+        """Count a call while it is open: no status shows it yet, and the last may show it after."""
+        self._num_dispatched += num_choices
+        self._streams.add(stream)
+        try:
+            yield
+        finally:
+            self._streams.discard(stream)
+            self._num_dispatched -= num_choices
 
-    def request_ended(self) -> None:
-        """Count a request that the last status may still show."""
-        self._num_dispatched -= 1
+    def leave_stalled(self, stall_timeout_s: float) -> None:
+        """If the worker stands still, end the calls that waited so long and may go on elsewhere."""
+        for stream in list(self._streams) if self.silent else ():
+            stream.leave_if_stalled(stall_timeout_s)
 
     async def probe(self, config: GatewayConfig) -> None:
         """Ask once and take over the answer."""
@@ -96,11 +108,12 @@ class Worker:
             self.num_failures += 1
             if self.num_failures >= config.probe_failures:
                 self.not_ready = "does not answer" if failure.lost else str(failure)
-                self._num_dispatched = 0
+                self.silent = True
             return
         self._num_dispatched -= settled
         self._gamma = smoothed_gamma(self._gamma, self.status)
         self.num_failures = 0
+        self.silent = self.status.progress_age_ms > config.max_progress_age_ms
         self.not_ready = why_not_ready(self.status, config.max_progress_age_ms)
 
 
@@ -180,6 +193,7 @@ class Registry:
                 worker=worker.address,
                 reason=worker.not_ready,
             )
+        worker.leave_stalled(self._config.stall_timeout_ms / 1000)
         await self._announce()
 
     async def _announce(self) -> None:

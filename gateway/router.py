@@ -34,6 +34,7 @@ def choose(
     workers: Sequence[WorkerLoad],
     *,
     model: str,
+    fingerprint: str = "",
     excluded: Collection[str],
 ) -> WorkerLoad | None:
     """The policy's choice among the ready workers that serve `model`; None if there are none.
@@ -43,11 +44,15 @@ def choose(
         request: What the policy may know of the request.
         workers: All workers known.
         model: Name that the request gave; empty fits every worker.
+        fingerprint: Of the arithmetic that an answer was begun with; empty fits every worker.
         excluded: Addresses that already failed this request.
     """
     fitting = [
         worker
         for worker in workers
-        if worker.ready and worker.address not in excluded and model in ("", worker.model)
+        if worker.ready
+        and worker.address not in excluded
+        and model in ("", worker.model)
+        and fingerprint in ("", worker.fingerprint)
     ]
     return policy.choose(request, fitting) if fitting else None

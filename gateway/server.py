@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
-from grpc_status import rpc_status
 
+from gateway.attempts import Notes
 from gateway.dispatch import Dispatcher
 from gateway.worker_client import WorkerFailed
+from nightjar import rpc
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+# Trailing metadata of an answer that more than one worker gave: "exact", or "best-effort" where
+# the workers' arithmetic is free and near-ties may have fallen otherwise.
+RESUMED_KEY = "nightjar-resumed"
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -22,17 +25,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # the stubs know only of handlers that generate
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream an answer; the client's deadline and cancellation reach the worker."""
-        responses = self._dispatcher.generate(request, context.time_remaining())
+    ) -> None:
+        """Stream an answer; the client's deadline and cancellation reach the worker.
+
+        A message is taken from the worker once the transport has taken the one before it, so a
+        client that does not read stops its own answer and costs no memory.
+        """
+        notes = Notes()
+        responses = self._dispatcher.generate(request, context.time_remaining(), notes)
         try:
             async with aclosing(responses):
                 async for response in responses:
-                    yield response
+                    await context.write(response)
         except WorkerFailed as failure:
-            raised = rpc_status.to_status(failure.status)
-            await context.abort(raised.code, raised.details, raised.trailing_metadata)
+            await rpc.abort_with(context, failure.status)
+        if notes.num_resumptions:
+            how = "best-effort" if notes.best_effort else "exact"
+            context.set_trailing_metadata(((RESUMED_KEY, how),))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import grpc
-from google.rpc import status_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from nightjar import rpc
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_DEFAULT_RETRY_S = 1.0
 
 
 class WorkerFailed(Exception):
@@ -28,12 +31,83 @@ class WorkerFailed(Exception):
         self.code, self.status, self.lost = code, status, lost
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether another worker may do better: this one is gone, draining or full.
+    def gone(self) -> bool:
+        """Whether the worker is lost, stalled, or ends what it has begun, as it does to leave.
 
-        INTERNAL is not among them: a request that breaks an engine is not carried to the next.
+        INTERNAL is not gone: a request that breaks an engine is not carried to the next.
         """
-        return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        return self.code is grpc.StatusCode.UNAVAILABLE
+
+    @property
+    def full(self) -> bool:
+        """Whether the worker has no room now."""
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    @property
+    def retry_after_s(self) -> float:
+        """When to ask it again, by its own hint where it gave one."""
+        for detail in self.status.details:
+            retry = error_details_pb2.RetryInfo()
+            if detail.Unpack(retry):
+                return float(retry.retry_delay.ToTimedelta().total_seconds())
+        return _DEFAULT_RETRY_S
+
+
+def lost(message: str) -> WorkerFailed:
+    """The failure of a worker that said nothing itself."""
+    code = grpc.StatusCode.UNAVAILABLE
+    return WorkerFailed(code, status_pb2.Status(code=code.value[0], message=message), lost=True)
+
+
+class Stream:
+    """One open call: its messages, and since when it waits for the next.
+
+    Args:
+        call: The call.
+        replaceable: Whether another worker could go on with it now.
+    """
+
+    def __init__(self, call: Any, replaceable: Callable[[], bool]) -> None:
+        self._call = call
+        self._replaceable = replaceable
+        self._waits_since: float | None = None  # None: its reader is busy
+        self._left = False
+
+    def leave_if_stalled(self, stall_timeout_s: float) -> None:
+        """End a call that has brought nothing for so long, if another worker could go on.
+
+        The caller knows that the worker stands still. Nothing that it still sends is read.
+        """
+        since = self._waits_since
+        if since is None or asyncio.get_running_loop().time() - since < stall_timeout_s:
+            return
+        if self._replaceable():
+            self._left = True
+            self._call.cancel()
+
+    async def responses(self) -> AsyncGenerator[pb.GenerateResponse]:
+        """Stream the answer; closing the iterator cancels the call at once.
+
+        Raises:
+            WorkerFailed: The worker ended the call with an error, was lost, or was left.
+        """
+        time = asyncio.get_running_loop().time
+        self._waits_since = time()
+        try:
+            async for response in self._call:
+                self._waits_since = None
+                yield response
+                self._waits_since = time()
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._left and not (task is not None and task.cancelling()):
+                raise lost("the worker stood still") from None
+            raise
+        finally:
+            self._waits_since = None
+            self._call.cancel()
 
 
 class WorkerClient:
@@ -57,22 +131,14 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
 
-    async def generate(
-        self, request: pb.GenerateRequest, timeout_s: float | None
-    ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Stream the answer; closing the iterator cancels the call at once.
-
-        Raises:
-            WorkerFailed: The worker ended the call with an error, or was lost.
-        """
-        call = self._generation.Generate(request, timeout=timeout_s)
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise _failure(error) from error
-        finally:
-            call.cancel()
+    def generate(
+        self,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        replaceable: Callable[[], bool],
+    ) -> Stream:
+        """Begin a call; see `Stream`."""
+        return Stream(self._generation.Generate(request, timeout=timeout_s), replaceable)
 
     async def close(self) -> None:
         """Close the channel; open calls end."""
@@ -87,8 +153,6 @@ def _failure(error: grpc.aio.AioRpcError) -> WorkerFailed:
     code, message = error.code(), error.details() or "the worker gave no reason"
     # A worker's own errors carry details. Without them these two come from the transport
     # or from a server that was torn down; their text names internal addresses.
-    lost = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    if lost:
-        code, message = grpc.StatusCode.UNAVAILABLE, "the worker was lost"
-    status = status_pb2.Status(code=code.value[0], message=message)
-    return WorkerFailed(code, status, lost=lost)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return lost("the worker was lost")
+    return WorkerFailed(code, status_pb2.Status(code=code.value[0], message=message), lost=False)

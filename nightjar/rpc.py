@@ -65,11 +65,22 @@ def status_of(error: NightjarError) -> status_pb2.Status:
     return status
 
 
+async def abort_with(context: Any, status: status_pb2.Status) -> None:
+    """End the call with a rich status; a hint to retry goes along as gRPC's own retries read it."""
+    raised = rpc_status.to_status(status)
+    metadata = list(raised.trailing_metadata or ())
+    for detail in status.details:
+        retry = error_details_pb2.RetryInfo()
+        if detail.Unpack(retry):
+            milliseconds = retry.retry_delay.ToMilliseconds()
+            metadata.append(("grpc-retry-pushback-ms", str(milliseconds)))
+    await context.abort(raised.code, raised.details, tuple(metadata))
+
+
 async def abort(context: Any, error: Exception) -> None:
     """End the call with the status of `error`; anything but a `NightjarError` is INTERNAL."""
     if isinstance(error, NightjarError):
-        raised = rpc_status.to_status(status_of(error))
-        await context.abort(raised.code, raised.details, raised.trailing_metadata)
+        await abort_with(context, status_of(error))
     log.get().error("unexpected error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the service's log")
 

@@ -30,6 +30,7 @@ class WorkerLoad:
     gamma: float | None = None  # mean over the last statuses with requests; None: idle or unknown
     acceptance_rate: float = 0.0  # accepted over drafted tokens since its start
     planner_connected: bool = False
+    fingerprint: str = ""  # of its arithmetic
 
     @property
     def num_requests(self) -> int:

@@ -219,7 +219,7 @@ async def test_cancelled_inside_the_worker(worker: FakeWorker, served: Any) -> N
 async def test_worker_lost_in_mid_stream(
     make_worker: Any, make_gateway: Any, worker: FakeWorker
 ) -> None:
-    """A worker lost after the first token ends the stream as UNAVAILABLE, without addresses."""
+    """Lost after the first token, with none to go on: UNAVAILABLE in words without addresses."""
     worker.pause_after = 2
     served = await make_gateway(worker)
     lines: list[str] = []
@@ -231,15 +231,18 @@ async def test_worker_lost_in_mid_stream(
 
     reading = asyncio.create_task(read())
     call = aiter(served.grpc.Generate(request()))
-    await anext(call)
     assert (await anext(call)).text == words(2)
     await until(lambda: len(lines) > 0, "the first chunk came")
     await worker.kill()
     error = await failure(call)
-    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the worker was lost")
+    sentence = (
+        "the worker was lost; "
+        "no other worker with the same arithmetic can go on with the answer now"
+    )
+    assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, sentence)
     await reading
     last = json.loads([line for line in lines if line][-1][6:])
-    assert last["error"]["message"] == "the worker was lost"
+    assert last["error"]["message"] == sentence
 
 
 # ---- readiness -------------------------------------------------------------------------

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from fake_answer import Manner, messages
 
 from nightjar import rpc
 from nightjar.errors import NightjarError
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
-from nightjar.validation import Limits, check_length, validate
+from nightjar.validation import Limits, validate
 
 CONTEXT, VOCABULARY = 256, 300
 SERVICES = ["nightjar.v1.GenerationService", "nightjar.v1.WorkerService"]
@@ -37,15 +38,22 @@ class FakeWorker:
     error: NightjarError | None = None  # raised before the first token
     error_after: int = -1  # tokens after which `late_error` is raised; -1: never
     late_error: BaseException | None = None
+    lost_after: int = -1  # tokens after which the connection breaks; -1: never
     pause_after: int = -1  # tokens after which the answer waits for `resume`; -1: never
     start_first: bool = True  # facts of admission in a message of their own
+    fingerprint: str = "fake"  # of its arithmetic
+    arithmetic: str = "exact"  # or "free"
+    manner: Manner | None = None  # of the answers, in place of what the fields here say
     padding: str = ""  # added to the text of every message
     probe_delay_s: float = 0.0
+    # The messages of every answer, where they are not the words.
+    script: Callable[[pb.GenerateRequest], list[pb.GenerateResponse]] | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     remaining: list[float | None] = field(default_factory=list)  # deadlines, in seconds left
     num_active: int = 0
     num_sent: int = 0  # messages with tokens that the transport took
     num_cancelled: int = 0
+    num_lost: int = 0  # connections that broke
     address: str = "127.0.0.1:0"
     credentials: grpc.ServerCredentials | None = None  # for TLS
 
@@ -90,7 +98,7 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
         worker.remaining.append(context.time_remaining())
         worker.num_active += 1
         try:
-            async for response in self._answer(request):
+            async for response in self._answer(request, context):
                 yield response
         except (asyncio.CancelledError, GeneratorExit):
             worker.num_cancelled += 1
@@ -98,48 +106,33 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             worker.num_active -= 1
 
-    async def _answer(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def _answer(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
         worker = self._worker
         validate(request, worker.limits)
-        prompt = {
-            "text": len(request.text.encode()),
-            "chat": sum(len(m.content.encode()) for m in request.chat.messages),
-            "tokens": len(request.tokens.token_ids),
-        }[request.WhichOneof("prompt") or "text"]
-        num_tokens = check_length(prompt, request.sampling, worker.limits)
-        start = pb.GenerationStart(
-            seed=request.sampling.seed, arithmetic_fingerprint="fake", num_prompt_tokens=prompt
+        if worker.script is not None:
+            for response in worker.script(request):
+                yield response
+            return
+        manner = worker.manner or Manner(
+            start_first=worker.start_first, fingerprint=worker.fingerprint, padding=worker.padding
         )
-        if worker.start_first:
-            yield pb.GenerateResponse(start=start)
-        if worker.error is not None:
-            raise worker.error
-        for done in range(0, num_tokens, 2):
-            if worker.error_after >= 0 and done >= worker.error_after:
+        done = len(request.continuation.token_ids)
+        for response in messages(request, worker.limits, manner):
+            tells = bool(response.token_ids or response.finish_reason)
+            if tells and worker.error is not None:
+                raise worker.error
+            if 0 <= worker.error_after <= done and response.token_ids:
                 raise worker.late_error or RuntimeError("a fault made to order")
-            if 0 <= worker.pause_after <= done:
+            if 0 <= worker.lost_after <= done and tells:
+                worker.num_lost += 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            if 0 <= worker.pause_after <= done and response.token_ids:
                 await worker.resume.wait()
-            ids = list(range(done, min(done + 2, num_tokens)))
-            response = pb.GenerateResponse(
-                token_ids=[i % VOCABULARY for i in ids],
-                text="".join(f" w{i}" for i in ids) + worker.padding,
-            )
-            if done == 0 and not worker.start_first:
-                response.start.CopyFrom(start)
+            done += len(response.token_ids)
             yield response
-            worker.num_sent += 1
-        steps = (num_tokens + 1) // 2
-        usage = pb.Usage(
-            num_prompt_tokens=prompt,
-            num_completion_tokens=num_tokens,
-            num_draft_tokens=2 * steps,
-            num_accepted_tokens=num_tokens - steps,
-            num_steps=steps,
-            gamma_histogram=[0, 0, steps],
-            policy_version="fixed-1",
-        )
-        reason = pb.FINISH_REASON_STOP if request.sampling.stop else pb.FINISH_REASON_LENGTH
-        yield pb.GenerateResponse(finish_reason=reason, usage=usage)
+            worker.num_sent += bool(response.token_ids)
 
 
 class _Worker(worker_pb2_grpc.WorkerServiceServicer):
@@ -166,6 +159,8 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
             num_free_blocks=64,
             num_total_blocks=64,
         )
+        status.arithmetic.mode = worker.arithmetic
+        status.arithmetic.fingerprint = worker.fingerprint
         for name, value in worker.status.items():
             setattr(status, name, value)
         return status
