@@ -12,7 +12,7 @@ COPY planner_service planner_service
 COPY worker worker
 COPY memory_agent memory_agent
 COPY gateway gateway
-RUN /opt/nightjar/bin/pip install --no-cache-dir -c constraints.txt '.[worker,gateway]'
+RUN /opt/nightjar/bin/pip install --no-cache-dir -c constraints.txt '.[worker,gateway,interop]'
 
 FROM python:3.11-slim-bookworm
 # `nightjar compile` builds native code.

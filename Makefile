@@ -9,7 +9,7 @@ PROMPT ?= What is the capital of France, and why do people visit it?
 unexport PROMPT
 run: export ASKED := $(value PROMPT)
 
-.PHONY: run serve test test-all test-gpu lint type proto format clean
+.PHONY: run serve test test-all test-gpu interop lint type proto format clean
 
 run: $(STAMP)        ## answer one question with the whole system, then stop
 	@$(BIN)/nightjar up --prompt="$$ASKED"
@@ -20,8 +20,12 @@ serve: $(STAMP)      ## keep the whole system up; Ctrl-C stops it
 test: $(STAMP) lint type  ## everything that must hold, under 15 minutes on 2 cores
 	$(BIN)/pytest -m "not slow and not gpu"
 
-test-all: $(STAMP) lint type  ## the same and the long sweeps
+test-all: $(STAMP) lint type  ## the same, the long sweeps, and interop
 	$(BIN)/pytest -m "not gpu"
+	$(MAKE) interop
+
+interop: $(STAMP)    ## public clients and a public gateway, unmodified, against `nightjar up`
+	$(BIN)/python tests/interop/run.py $(TOOLS)
 
 test-gpu: $(STAMP)   ## what only a GPU can tell: equal bits, and the engine on it
 	$(BIN)/pytest tests/worker/gpu
@@ -50,4 +54,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .interop build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
 from collections.abc import Coroutine, Sequence
+from types import ModuleType
 from typing import Any
 
 from nightjar import log, rpc, tls
@@ -16,7 +18,15 @@ from worker.front.engine_process import engine_command, remove_left_files
 from worker.front.reconnect import first_of
 from worker.front.state import WorkerState
 from worker.memory_client import MemoryClient
-from worker.messages import Grant, Pressure, Ready, Reports, RequestRefused, TransitionDone
+from worker.messages import (
+    Grant,
+    PoolMap,
+    Pressure,
+    Ready,
+    Reports,
+    RequestRefused,
+    TransitionDone,
+)
 from worker.model.fetch import cache_folder, resolve_model
 from worker.planner_client import PlannerClient
 from worker.server import GenerationServicer
@@ -59,11 +69,15 @@ async def serve(config: WorkerConfig, command: Sequence[str]) -> int:
         progress_timeout_s=config.progress_timeout_s,
     )
     state = WorkerState(config, engine)
-    server = rpc.Server(config.listen, SERVICES, identity and identity.grpc)
+    vllm = _vllm()
+    names = SERVICES if vllm is None else (*SERVICES, vllm.SERVICE)
+    server = rpc.Server(config.listen, names, identity and identity.grpc)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         GenerationServicer(state), server.grpc
     )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(state), server.grpc)
+    if vllm is not None:
+        vllm.add_to(server.grpc, state)
     await server.start()
     print(f"listening on {server.address}", flush=True)
     background: list[asyncio.Task[None]] = []
@@ -89,6 +103,15 @@ async def serve(config: WorkerConfig, command: Sequence[str]) -> int:
         await engine.stop(ENGINE_EXIT_S)
         remove_left_files(config.shm_dir, engine.pid)
         await server.stop(CALL_EXIT_S)
+
+
+def _vllm() -> ModuleType | None:
+    """What serves `vllm.grpc.engine`, where the package with its messages is installed."""
+    if importlib.util.find_spec("smg_grpc_proto") is None:
+        return None
+    from worker.vllm import server
+
+    return server
 
 
 async def _start(state: WorkerState, background: list[asyncio.Task[None]]) -> None:
@@ -132,14 +155,12 @@ def _peers(state: WorkerState, ready: Ready) -> list[Coroutine[Any, Any, None]]:
         peers.append(planner.run())
     if config.memory_agent and ready.pool is not None:
         agent = MemoryClient(config.memory_agent, state.worker_id, ready.pool, engine.send)
-        for kind in (Pressure, Grant, RequestRefused, TransitionDone):
+        for kind in (Pressure, Grant, RequestRefused, TransitionDone, PoolMap):
             engine.on(kind, agent.forward)
         state.agent_attached = lambda: agent.attached
         peers.append(agent.run())
     elif config.memory_agent:
-        on_gpu = "it maps pools of CPU workers only"
-        reason = on_gpu if ready.device == "cuda" else "there is no draft model to move"
-        log.get().info("no memory agent is used", reason=reason)
+        log.get().info("no memory agent is used", reason="there is no draft model to move")
     return peers
 
 

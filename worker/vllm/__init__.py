@@ -1,0 +1,1 @@
+"""`vllm.grpc.engine.VllmEngine`: the same worker under the protocol of public gateways."""
