@@ -117,6 +117,7 @@ def response_of(piece: Piece) -> pb.GenerateResponse:
         response.start.seed = piece.start.seed
         response.start.arithmetic_fingerprint = piece.start.fingerprint
         response.start.num_prompt_tokens = piece.start.num_prompt_tokens
+        response.start.first_prompt_token = piece.start.first_prompt_token
     if piece.usage is not None:
         response.usage.CopyFrom(usage(piece.usage))
     return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 
+from gateway.attempts import Notes
 from gateway.http.shapes import Finish, Usage
 from gateway.http.translate import Parsed
 from gateway.http.usage import counts_json, total
@@ -23,13 +24,15 @@ class Answer:
 
     def __init__(self, parsed: Parsed) -> None:
         self._parsed = parsed
+        self.notes = [Notes() for _ in parsed.requests]  # filled in by the dispatcher
         self.id = _ID[parsed.route] + uuid.uuid4().hex
         self.created = int(time.time())
         self.fingerprint: str | None = None
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
-        self.num_open = len(parsed.requests) * parsed.num_choices  # choices without an end
-        self.finishes: list[Finish | None] = [None] * self.num_open
+        # Nobody has judged this number yet, so nothing is made in advance.
+        self.num_choices = len(parsed.requests) * parsed.num_choices
+        self.finishes: dict[int, Finish] = {}  # of the choices that ended
         self._usages: list[pb.Usage] = []
 
     @property
@@ -40,7 +43,12 @@ class Answer:
     @property
     def outcome(self) -> str:
         """How the choices ended, for the log."""
-        return ",".join(sorted({finish or "none" for finish in self.finishes}))
+        return ",".join(sorted(set(self.finishes.values())))
+
+    @property
+    def num_open(self) -> int:
+        """Choices that go on."""
+        return self.num_choices - len(self.finishes)
 
     def take(self, response: pb.GenerateResponse) -> None:
         """Take over the facts of one message.
@@ -81,7 +89,6 @@ class Answer:
     def _end(self, response: pb.GenerateResponse) -> None:
         if response.finish_reason == pb.FINISH_REASON_ABORT:
             raise Unavailable("the worker stopped the request before its end")
-        if not 0 <= response.index < len(self.finishes) or self.finishes[response.index]:
+        if not 0 <= response.index < self.num_choices or response.index in self.finishes:
             raise EngineFailure("the worker ended a choice that was not open")
         self.finishes[response.index] = _FINISH[response.finish_reason]
-        self.num_open -= 1

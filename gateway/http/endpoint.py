@@ -19,11 +19,11 @@ from gateway.http.body import read_object
 from gateway.http.errors import HttpError, render
 from gateway.http.events import Events, error_event
 from gateway.http.gate import request_id_of
-from gateway.http.merge import merged
 from gateway.http.nothing import Route
 from gateway.http.openapi import MAX_TIMEOUT_S
 from gateway.http.translate import Parsed, parse
 from gateway.http.whole import WholeAnswer
+from gateway.merging import merged
 from nightjar import log
 from nightjar.v1 import generation_pb2 as pb
 
@@ -117,10 +117,19 @@ class _Exchange:
         )
 
     def _responses(self) -> AsyncGenerator[pb.GenerateResponse]:
-        streams = [
-            self._dispatcher.generate(request, self._timeout_s) for request in self._parsed.requests
-        ]
-        return streams[0] if len(streams) == 1 else merged(streams, self._parsed.num_choices)
+        requests, timeout_s = self._parsed.requests, self._timeout_s
+        if len(requests) == 1:
+            return self._dispatcher.generate(requests[0], timeout_s, self._answer.notes[0])
+        return merged([self._of_prompt(p) for p in range(len(requests))])
+
+    async def _of_prompt(self, p: int) -> AsyncGenerator[pb.GenerateResponse]:
+        """The answers to one of several prompts, numbered after those to the prompts before it."""
+        request, notes = self._parsed.requests[p], self._answer.notes[p]
+        responses = self._dispatcher.generate(request, self._timeout_s, notes)
+        async with aclosing(responses):
+            async for response in responses:
+                response.index += p * self._parsed.num_choices
+                yield response
 
     async def _stream(self, send: Send, content: bytes) -> None:
         """Send a piece; the first one is the answer's status too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from json.encoder import encode_basestring as quote
 
 from gateway.http.answer import Answer
@@ -35,7 +36,7 @@ class Events:
         self._no_usage = ',"usage":null' if parsed.include_usage else ""
         self._head = ""  # of every chunk, up to its choices; written when the first one is
         self._last = 0  # the choice that ended last
-        self._offsets = [TextOffsets() for _ in answer.finishes] if parsed.logprobs else []
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # by choice
 
     def of(self, response: pb.GenerateResponse) -> bytes:
         """Events of one message; none where it says nothing new. Raises what `Answer.take` does."""
@@ -43,7 +44,7 @@ class Events:
         answer.take(response)
         events = "" if self._head else self._begin()
         logprobs = "null"
-        if self._offsets and response.logprobs:
+        if response.logprobs:
             logprobs = self._logprobs(response)
         if response.text or logprobs != "null":
             events += (
@@ -64,7 +65,9 @@ class Events:
             EngineFailure: The answer is not complete.
         """
         usage = self._answer.ended()
-        events = self._finish(self._last, f',"nightjar":{_dumps(speculation_json(usage))}')
+        events = self._finish(
+            self._last, f',"nightjar":{_dumps(speculation_json(usage, self._answer.notes))}'
+        )
         if self._parsed.include_usage:
             events += f'{self._head}"choices":[],"usage":{_dumps(usage_json(usage))}}}\n\n'
         return (events + _DONE).encode()
@@ -82,7 +85,7 @@ class Events:
         return "".join(
             f'{self._head}"choices":[{{"index":{index},{delta},"finish_reason":null}}]'
             f"{self._usage()}}}\n\n"
-            for index in range(len(answer.finishes))
+            for index in range(answer.num_choices)
         )
 
     def _finish(self, index: int, more: str = "") -> str:

@@ -42,7 +42,11 @@ class TextOffsets:
 
 
 def text_logprobs(
-    entries: Sequence[pb.TokenLogprobs], offsets: TextOffsets, first: bytes | None = None
+    entries: Sequence[pb.TokenLogprobs],
+    offsets: TextOffsets,
+    first: bytes | None = None,
+    *,
+    shown: bool = True,
 ) -> TextLogprobs:
     """Entries of a completion, in order; those of a prompt begin with a token without any.
 
@@ -50,6 +54,7 @@ def text_logprobs(
         entries: One a token.
         offsets: Goes on from piece to piece of one text.
         first: The bytes of a token before the entries, of which nothing is known.
+        shown: Whether it is part of the text.
     """
     logprobs: TextLogprobs = {
         "tokens": [],
@@ -58,7 +63,7 @@ def text_logprobs(
         "text_offset": [],
     }
     if first is not None:
-        _add(logprobs, first, None, None, offsets)
+        _add(logprobs, first, None, None, offsets if shown else TextOffsets())
     for entry in entries:
         top: dict[str, float] = {}
         # Two tokens may look alike: the likelier one counts. The one taken is always there.

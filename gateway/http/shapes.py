@@ -39,7 +39,7 @@ class Usage(TypedDict):
 
 @_whole
 class Speculation(TypedDict):
-    """How an answer was drafted."""
+    """How an answer was drafted, and whether a lost worker's was resumed by another."""
 
     gamma_histogram: list[int]
     mean_accepted_length: float | None
@@ -47,6 +47,7 @@ class Speculation(TypedDict):
     num_preemptions: int
     policy_version: str
     speculation_limit: str
+    resumed: Literal["exact", "best-effort"] | None
 
 
 @_whole

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
+from gateway.attempts import Notes
 from gateway.http.shapes import Speculation, Usage
 from nightjar.v1 import generation_pb2 as pb
 
@@ -45,8 +47,8 @@ def usage_json(usage: pb.Usage, num_hidden: int = 0) -> Usage:
     return counts
 
 
-def speculation_json(usage: pb.Usage) -> Speculation:
-    """How the answer was drafted.
+def speculation_json(usage: pb.Usage, notes: Iterable[Notes]) -> Speculation:
+    """How the answer was drafted, and whether it was begun elsewhere than it ended.
 
     `mean_accepted_length` is tokens per step with a draft, the target's own token included:
     1 + accepted / steps with gamma > 0; null without such steps.
@@ -60,7 +62,15 @@ def speculation_json(usage: pb.Usage) -> Speculation:
         "num_preemptions": usage.num_preemptions,
         "policy_version": usage.policy_version,
         "speculation_limit": usage.speculation_limit,
+        "resumed": _resumed(notes),
     }
+
+
+def _resumed(notes: Iterable[Notes]) -> Literal["exact", "best-effort"] | None:
+    resumptions = [note for note in notes if note.num_resumptions]
+    if not resumptions:
+        return None
+    return "best-effort" if any(note.best_effort for note in resumptions) else "exact"
 
 
 def counts_json(prompt: int, completion: int) -> Usage:

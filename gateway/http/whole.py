@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from gateway.http.answer import Answer
 from gateway.http.logprobs import TextOffsets, chat_logprobs, text_logprobs
 from gateway.http.shapes import (
@@ -22,11 +24,11 @@ class WholeAnswer:
 
     def __init__(self, parsed: Parsed, answer: Answer) -> None:
         self._parsed, self._answer = parsed, answer
-        num_choices = answer.num_open
-        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
-        self._entries: list[list[pb.TokenLogprobs]] = [[] for _ in range(num_choices)]
-        self._prompt_entries: list[list[pb.TokenLogprobs]] = [[] for _ in parsed.requests]
-        self._first_tokens = [b""] * len(parsed.requests)
+        # By choice; by prompt.
+        self._texts: defaultdict[int, list[str]] = defaultdict(list)
+        self._entries: defaultdict[int, list[pb.TokenLogprobs]] = defaultdict(list)
+        self._prompt_entries: defaultdict[int, list[pb.TokenLogprobs]] = defaultdict(list)
+        self._first_tokens: defaultdict[int, bytes] = defaultdict(bytes)
 
     def take(self, response: pb.GenerateResponse) -> None:
         """Take over one message; raises what `Answer.take` raises."""
@@ -50,8 +52,8 @@ class WholeAnswer:
         answer = self._answer
         spent = answer.ended()
         usage, speculation = (
-            usage_json(spent, self._parsed.num_hidden * len(self._texts)),
-            speculation_json(spent),
+            usage_json(spent, self._parsed.num_hidden * answer.num_choices),
+            speculation_json(spent, answer.notes),
         )
         if self._parsed.route == "chat":
             return {
@@ -60,7 +62,7 @@ class WholeAnswer:
                 "created": answer.created,
                 "model": answer.model,
                 "system_fingerprint": answer.fingerprint or None,
-                "choices": [self._chat_choice(i) for i in range(len(self._texts))],
+                "choices": [self._chat_choice(i) for i in range(answer.num_choices)],
                 "usage": usage,
                 "nightjar": speculation,
             }
@@ -70,15 +72,13 @@ class WholeAnswer:
             "created": answer.created,
             "model": answer.model,
             "system_fingerprint": answer.fingerprint or None,
-            "choices": [self._text_choice(i) for i in range(len(self._texts))],
+            "choices": [self._text_choice(i) for i in range(answer.num_choices)],
             "usage": usage,
             "nightjar": speculation,
         }
 
     def _finish(self, index: int) -> Finish:
-        finish = self._answer.finishes[index]
-        assert finish is not None, "asked of an answer that is complete"
-        return finish
+        return self._answer.finishes[index]
 
     def _chat_choice(self, index: int) -> ChatChoice:
         text = "".join(self._texts[index])
@@ -114,4 +114,7 @@ class WholeAnswer:
             return text_logprobs(own, TextOffsets())
         prompt = index // parsed.num_choices
         entries = [*self._prompt_entries[prompt], *own]
-        return text_logprobs(entries, TextOffsets(), self._first_tokens[prompt])
+        first, given = self._first_tokens[prompt], parsed.requests[prompt].text
+        # A token that the tokenizer put before a text is no part of it.
+        shown = not given or given.encode().startswith(first)
+        return text_logprobs(entries, TextOffsets(), first, shown=shown)

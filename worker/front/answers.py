@@ -64,8 +64,12 @@ async def answer(state: WorkerState, request: Request, on_end: OnEnd) -> AsyncGe
         on_end(choices.close)
         ticket.wait(len(prompt))
         choices.begin(tokenizer, request.resumed)
+        scored = sampling.num_prompt_logprobs >= 0
         start: Start | None = Start(
-            seed=sampling.seed, fingerprint=fingerprint, num_prompt_tokens=len(prompt)
+            seed=sampling.seed,
+            fingerprint=fingerprint,
+            num_prompt_tokens=len(prompt),
+            first_prompt_token=tokenizer.own_bytes(prompt[0], first=True) if scored else b"",
         )
         async with aclosing(choices.pieces(tokenizer)) as pieces:
             async for piece in pieces:

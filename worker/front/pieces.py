@@ -50,6 +50,7 @@ class Start:
     seed: int
     fingerprint: str
     num_prompt_tokens: int
+    first_prompt_token: bytes = b""  # its own bytes, where entries of the prompt were asked for
 
 
 @dataclass(slots=True, kw_only=True)
