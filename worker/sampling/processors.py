@@ -192,21 +192,21 @@ def _penalize(logits: Float32s, spans: list[Span]) -> None:
     if not entries.owners:
         return
     ids, counts = entries.columns()
-    sizes = entries.sizes
-    owners = entries.owners
-    lines = np.repeat(entries.lines, sizes)
-
-    def column(name: str) -> Float32s:
-        each: Float32s = np.array([getattr(owner, name) for owner in owners], np.float32)
-        return np.repeat(each, sizes)
-
+    owner = np.repeat(np.arange(len(entries.owners)), entries.sizes)  # of each entry
     known = ids < logits.shape[1]
-    ids = np.where(known, ids, 0)
+    if not known.all():
+        ids, counts, owner = ids[known], counts[known], owner[known]
+
+    def constant(name: str) -> Float32s:
+        of_owners = np.array([getattr(one, name) for one in entries.owners], np.float32)
+        return of_owners[owner]
+
+    lines = np.array(entries.lines)[owner]
     z = logits[lines, ids]
-    z *= np.where(z > 0, column("inverse"), column("repetition"))
-    z -= column("frequency") * counts
-    z -= column("presence") * (counts > 0)
-    logits[lines[known], ids[known]] = z[known]
+    z *= np.where(z > 0, constant("inverse"), constant("repetition"))
+    z -= constant("frequency") * counts
+    z -= constant("presence") * (counts > 0)
+    logits[lines, ids] = z
 
 
 def _keep_going(logits: Float32s, spans: list[Span]) -> None:
