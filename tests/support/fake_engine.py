@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--num-tokens", type=int, default=1, help="tokens of a row's step")
     parser.add_argument("--context", type=int, default=MAX_MODEL_LEN)
     parser.add_argument("--hold", action="store_true", help="requests wait for ever")
+    parser.add_argument("--prefill-s", type=float, default=0, help="time to the first token")
     parser.add_argument("--wedge-at", type=int, default=0, help="say nothing from this step on")
     parser.add_argument("--die-at", type=int, default=0, help="exit with 7 at this step")
     parser.add_argument("--refuse", default="", help="kind of StartFailed")
@@ -91,6 +92,7 @@ class FakeEngine:
         self.channel, self.args = channel, args
         self.rows: dict[int, Submit] = {}
         self.sent: dict[int, int] = {}
+        self.busy_until = 0.0
         self.num_steps = 0
 
     def run(self) -> None:
@@ -101,6 +103,7 @@ class FakeEngine:
                 if isinstance(message, Submit):
                     self.rows[message.request_id] = message
                     self.sent[message.request_id] = len(message.prior_token_ids)
+                    self.busy_until = time.monotonic() + self.args.prefill_s
                 elif isinstance(message, Abort):
                     self.rows.pop(message.request_id, None)
                 elif isinstance(message, Shutdown):
@@ -119,7 +122,7 @@ class FakeEngine:
 
     def step(self) -> None:
         """One step of all rows, and a status."""
-        if self.rows and not self.args.hold:
+        if self.rows and not self.args.hold and time.monotonic() >= self.busy_until:
             self.num_steps += 1
             if self.num_steps == self.args.die_at:
                 os._exit(7)
