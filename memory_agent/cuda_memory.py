@@ -60,6 +60,7 @@ class DeviceMemory:
         """The bytes as uint8 [num_bytes]; no copy."""
         import torch  # only here: a process without a GPU's pool needs none
 
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.as_tensor(self, device=torch.device("cuda", self.device))
 
     def handle(self) -> bytes:

@@ -65,7 +65,7 @@ class Shape:
             "torch_dtype": "bfloat16",
         }
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(self.vocab)))
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer(self.vocab)))
         return folder
 
 
@@ -114,7 +114,7 @@ TINY_DRAFT = Shape(
 )
 
 
-def _tokenizer(size: int) -> dict[str, Any]:
+def tokenizer(size: int) -> dict[str, Any]:
     """A byte-level tokenizer of exactly `size` tokens: bytes, then invented words."""
     symbols = [*_byte_symbols()]
     words = [f"word{number}" for number in range(size - len(symbols))]

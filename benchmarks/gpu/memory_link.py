@@ -1,0 +1,180 @@
+"""An engine in this process with a real memory agent in its own: the worker's client between."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from gpu.arm_list import FOLDERS
+from gpu.driver import Driver, Feed
+from gpu.served import environment, service
+from nightjar.config import parse
+from worker.config import WorkerConfig
+from worker.engine.main import start
+from worker.memory_client import MemoryClient
+from worker.messages import (
+    AgentLink,
+    Grant,
+    PoolInfo,
+    PoolMap,
+    Pressure,
+    RequestRefused,
+    ToEngine,
+    ToFront,
+    TransitionDone,
+)
+from worker.model.build import Models
+
+_TALK = (Pressure, Grant, RequestRefused, TransitionDone, PoolMap)
+ATTACH_S = 120.0
+
+
+class AgentFeed(Feed):
+    """A feed whose memory messages travel to an agent and back while one is attached."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(say)
+        self.arrived: SimpleQueue[ToEngine] = SimpleQueue()
+        self.client: MemoryClient | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.sent: list[tuple[float, ToFront]] = []  # of transitions, and when
+
+    def poll(self, timeout_s: float) -> list[ToEngine]:
+        """What is due or has arrived; waits only while nothing has."""
+        messages = super().poll(timeout_s)
+        wait_s = 0.0 if messages else timeout_s
+        try:
+            while True:
+                messages.append(self.arrived.get(timeout=wait_s) if wait_s else self._next())
+                wait_s = 0.0
+        except Empty:
+            return messages
+
+    def _next(self) -> ToEngine:
+        return self.arrived.get_nowait()
+
+    def send(self, message: ToFront) -> None:
+        """Pass talk of memory on, the rest as a feed does."""
+        if not isinstance(message, _TALK):
+            super().send(message)
+            return
+        if not isinstance(message, Pressure):
+            self.sent.append((time.perf_counter(), message))
+        if self.client is not None and self.loop is not None:
+            self.loop.call_soon_threadsafe(self.client.forward, message)
+
+
+class Bench:
+    """An engine, its driver, and what the sections look at."""
+
+    def __init__(self, flags: Sequence[str], say: Callable[[str], None]) -> None:
+        """Load; `flags` are the worker's own."""
+        # Any address will do: it makes the pool one that an agent may map.
+        flags = [*flags, "--memory-agent=unix:/nowhere"]
+        config = parse(WorkerConfig, flags, prog="arm", description=__doc__ or "", environ={})
+        self.say = say
+        self.feed = AgentFeed(say)
+        begin = time.perf_counter()
+        self.models: Models
+        self.models, engine, ready = start(config, self.feed)  # type: ignore[arg-type]
+        assert ready.pool is not None, "the pool is not shared"
+        self.pool: PoolInfo = ready.pool
+        self.config, self.ready = config, ready
+        self.driver = Driver(engine, self.feed)
+        self.engine, self.scheduler = engine, engine.scheduler
+        self.blocks, self.elastic = engine.scheduler.blocks, engine.memory.elastic
+        self.start_s = round(time.perf_counter() - begin, 1)
+        self.phases: list[tuple[float, str]] = []  # that the engine came to, and when
+        advance = engine.memory.advance
+
+        def noted() -> None:
+            advance()
+            phase = self.elastic._phase.name
+            if not self.phases or self.phases[-1][1] != phase:
+                self.phases.append((time.perf_counter(), phase))
+
+        setattr(engine.memory, "advance", noted)  # noqa: B010
+
+    @contextmanager
+    def agent(self, *flags: str) -> Iterator[str]:
+        """Attach an agent, a process of its own, until the end of the block; gives its address."""
+        environ = environment(*FOLDERS)
+        own = [f"--shm-dir={self.config.shm_dir}", *flags]
+        with service("memory-agent", own, environ) as address:
+            loop = self.feed.loop = asyncio.new_event_loop()
+            attached = threading.Event()
+
+            def arrived(message: Any) -> None:
+                if isinstance(message, AgentLink) and message.connected:
+                    attached.set()
+                self.feed.arrived.put(message)
+
+            client = self.feed.client = MemoryClient(address, "bench", self.pool, arrived)
+            client._residency = self.elastic.residency
+            stopping = asyncio.Event()
+
+            async def serve() -> None:
+                task = asyncio.create_task(client.run())
+                await stopping.wait()
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+            thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+            thread.start()
+            try:
+                if not attached.wait(ATTACH_S):
+                    raise SystemExit(f"the agent did not attach within {ATTACH_S:g} s")
+                yield address
+            finally:
+                loop.call_soon_threadsafe(stopping.set)
+                thread.join()
+                self.feed.client = self.feed.loop = None
+                loop.close()
+                self.engine.turn()  # hears that the stream is gone
+
+    def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+        """Turn the engine until `holds()`; SystemExit if it does not come to that."""
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            if time.monotonic() > deadline:
+                residency, phase = self.elastic.residency, self.elastic._phase.name
+                raise SystemExit(f"not within {timeout_s:g} s: {what}; {residency}, {phase}")
+            self.driver._turn()
+
+    def squeeze(self, num_left: int) -> list[int]:
+        """Set head blocks aside until `num_left` free ones are left; `release` takes it back."""
+        count = max(0, self.blocks.num_free - num_left)
+        taken = self.blocks.reserve(min(count, self.num_free_head()))
+        assert taken is not None
+        return taken
+
+    def num_free_head(self) -> int:
+        """Free blocks of the head."""
+        base = self.blocks.num_base_blocks
+        return sum(
+            min(first + count, base) - first
+            for first, count, owner in self.blocks.ranges()
+            if first < base and owner.value in ("free", "cached")
+        )
+
+    def release(self, taken: list[int]) -> None:
+        """Give blocks back that were set aside."""
+        self.blocks.release_reserved(taken)
+
+    def close(self) -> None:
+        """Let go of the models."""
+        self.models.close()
+
+
+def device_free(device: str) -> int:
+    """Bytes of the GPU that nobody has; 0 on a CPU."""
+    if device != "cuda":
+        return 0
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])

@@ -1,0 +1,265 @@
+"""Elastic memory on one GPU: what it costs the steps that run, and what it gains.
+
+    python benchmarks/gpu_memory.py --out DIR
+    python benchmarks/gpu_memory.py --out DIR --sections reload,capped
+    python benchmarks/gpu_memory.py --out DIR --tiny       # everything, small, on a CPU
+
+Sections:
+
+    remap    speed of moving blocks in another process's arena, beside the device's copy
+    death    what becomes of a killed process's memory while another one maps it (on a GPU alone)
+    reload   steps while the draft comes back, beside steps before; the longest at the contraction
+    capped   a small card's pool, 1.5 x the rows that fill it: tok/s and preemptions of six arms
+    cycles   expansions and contractions by the hundred under random load, answers compared
+
+The agent is a process of its own, over the worker's own client; the engine runs in this one, on
+the configuration-only models of `gpu_decode.py`; `cycles` runs on the default draft, which is its
+own draft too, so that every draft of a row that has caught up is accepted. Figures go to
+DIR/gpu_memory.json. Sections that need different engines run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpu import shapes
+from gpu.arm_list import FOLDERS, has_gpu
+from gpu.served import environment
+from gpu_decode import machine, say
+from nightjar.errors import NightjarError
+
+# Sections that run on the same engine, in order.
+GROUPS = (("remap",), ("death",), ("reload", "capped"), ("cycles",))
+NAMES = [name for group in GROUPS for name in group]
+
+TINY: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "flag": ["num-threads=1", "build=eager"],
+    "agent_flag": ["--tau-low=30", "--tau-high=30"],
+    "block_bytes": 2048,
+    "moved_bytes": 1 << 16,
+    "copy_bytes": 1 << 16,
+    "repeats": 1,
+    "rows": 2,
+    "context": 40,
+    "steps": 6,
+    "reload_cycles": 1,
+    "num_blocks": 64,
+    "max_num_seqs": 40,
+    "max_model_len": 256,
+    "prompt": 16,
+    "answer": 24,
+    "requests_per_row": 2,
+    "capped_gammas": [0],
+    "cycles": 4,
+    "cycle_blocks": 64,
+    "distinct": 6,
+    "longest": 12,
+    "lengths": 3,
+    "window": 12,
+    "between": 4,
+    "cycle_rows": 4,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print; returns 1 if something that was asked for could not run."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parsed(argv)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    groups = [[s for s in group if s in options.sections] for group in GROUPS]
+    groups = [group for group in groups if group]
+    failed = False
+    if len(groups) > 1 and not options.tiny:
+        for group in groups:  # an engine that has ended leaves nothing on the device
+            command = [sys.executable, __file__, *argv, f"--sections={','.join(group)}"]
+            ran = subprocess.run(command, env=environment(*FOLDERS), check=False)
+            failed |= ran.returncode != 0
+        return int(failed)
+    file = out / "gpu_memory.json"
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    results["machine"] = machine()
+    left: dict[str, str] = results.setdefault("left_out", {})
+    for group in groups:
+        try:
+            for name, found, text in _measured(group, options):
+                results[name] = found
+                left.pop(name, None)
+                print(text, flush=True)
+                file.write_text(json.dumps(results, indent=1) + "\n")
+        except (SystemExit, OSError, NightjarError) as error:
+            missing = [name for name in group if name not in results]
+            left.update(dict.fromkeys(missing or group, str(error)))
+            say(f"{', '.join(group)} failed: {error}")
+            file.write_text(json.dumps(results, indent=1) + "\n")
+            failed |= not (options.tiny and group == ["death"])
+    return int(failed)
+
+
+Found = tuple[str, dict[str, Any], str]
+
+
+def _measured(group: list[str], options: argparse.Namespace) -> Iterator[Found]:
+    """Each section's figures and their text, as they come."""
+    if group == ["remap"] or group == ["death"]:
+        from gpu import memory_remap
+
+        if group == ["death"]:
+            found = memory_remap.died(options)
+            yield "death", found, f"\na killed process's arena: {found}"
+            return
+        found = memory_remap.measure(options)
+        yield "remap", found, memory_remap.show(found)
+        return
+    from gpu import memory_capped, memory_cycles, memory_steps
+
+    sections = {"reload": memory_steps, "capped": memory_capped, "cycles": memory_cycles}
+    flags = _cycle_flags(options) if group == ["cycles"] else _flags(options)
+    with _bench(flags) as bench:
+        # Prompts of a sweep are equal on purpose; a hit would hide what they take.
+        bench.blocks.prefix_cache = group == ["cycles"]
+        for name in group:
+            module = sections[name]
+            found = module.measure(bench, options)
+            yield name, {**found, "start_s": bench.start_s}, module.show(found)
+
+
+@contextmanager
+def _bench(flags: list[str]) -> Iterator[Any]:
+    from gpu.memory_link import Bench
+
+    bench = Bench(flags, say)
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """The worker's flags of the capped pool."""
+    from gpu.memory_capped import num_base_blocks
+
+    num_blocks = options.num_blocks or num_base_blocks(options)
+    gamma = max(options.capped_gammas)
+    flags = [f"--model={options.target}", f"--draft={options.draft}", "--load-format=dummy"]
+    flags += [f"--device={options.device}", f"--dtype={options.dtype}", "--arithmetic=exact"]
+    flags += [f"--max-num-seqs={options.max_num_seqs}", f"--max-model-len={options.max_model_len}"]
+    flags += [f"--num-blocks={num_blocks}", f"--block-size={options.block_size}"]
+    flags += [f"--max-gamma={max(1, gamma)}", f"--gamma={gamma}", f"--shm-dir={options.shm_dir}"]
+    if not options.tiny:
+        flags += [f"--max-num-batched-tokens={options.batched_tokens}"]
+    return [*flags, *(f"--{flag}" for flag in options.flag)]
+
+
+def _cycle_flags(options: argparse.Namespace) -> list[str]:
+    """The worker's flags of the small pair."""
+    from worker.model.fetch import default_draft
+
+    own = default_draft("smollm2-135m")
+    assert own is not None
+    model = options.cycle_model or _with_tokenizer(own, options.root)
+    draft = options.cycle_draft or own
+    flags = [f"--model={model}", f"--draft={draft}", "--arithmetic=exact"]
+    flags += [f"--device={options.device}", f"--dtype={options.dtype}", "--max-gamma=5"]
+    flags += ["--max-num-seqs=16", "--max-model-len=512", "--max-num-batched-tokens=192"]
+    flags += [f"--num-blocks={options.cycle_blocks}", "--max-catchup-tokens=64", "--gamma=0"]
+    flags += [f"--shm-dir={options.shm_dir}"]
+    return [*flags, *(f"--{flag}" for flag in options.flag)]
+
+
+def _with_tokenizer(folder: Path, root: Path) -> Path:
+    """The folder's model with a tokenizer of as many tokens: a draft is shipped without one."""
+    made = root / "own"
+    made.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        link = made / file.name
+        if not link.exists():
+            link.symlink_to(file)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    (made / "tokenizer.json").write_text(json.dumps(shapes.tokenizer(vocab)))
+    return made
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """Options, with the models' folders."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", required=True, help="folder of gpu_memory.json")
+    add("--work", help="folder for model configurations; a temporary one if not given")
+    add("--tiny", action="store_true", help="tiny models on the CPU, everything small")
+    add("--sections", type=_names, default=NAMES, help=f"of {','.join(NAMES)}")
+    add("--flag", action="append", default=[], metavar="NAME=VALUE", help="a worker's flag more")
+    add("--agent-flag", action="append", default=[], help="an agent's flag more, dashes included")
+    add("--device", default="cuda", help="the worker's --device")
+    add("--dtype", default="bfloat16", help="the worker's --dtype")
+    add("--shm-dir", default="/dev/shm", help="folder of the shared files")
+    add("--block-size", type=int, default=16, help="tokens of a block")
+    add("--block-bytes", type=int, default=917_504, help="of remap: a block of the 7B shape")
+    add("--moved-bytes", type=int, default=1 << 30, help="of remap: the largest grant")
+    add("--copy-bytes", type=int, default=2 << 30, help="size of the copy that gives bandwidth")
+    add("--repeats", type=int, default=10, help="launches of a figure of remap")
+    add("--death-bytes", type=int, default=8 << 30, help="of death: size of the arena")
+    add("--rows", type=int, default=32, help="of reload: rows that decode")
+    add("--context", type=int, default=512, help="of reload: tokens of a prompt")
+    add("--steps", type=int, default=60, help="of reload: steps before the contraction")
+    add("--reload-cycles", type=int, default=6, help="of reload: contractions that count")
+    add("--num-blocks", type=int, default=0, help="blocks of the capped head; 0: as the card gives")
+    add("--card-bytes", type=float, default=24e9, help="of capped: memory of the card")
+    add("--card-share", type=float, default=0.9, help="of capped: part of it that is used")
+    add("--work-bytes", type=float, default=1.5e9, help="of capped: what forwards need of it")
+    add("--max-num-seqs", type=int, default=256, help="most rows in a batch")
+    add("--max-model-len", type=int, default=4096, help="tokens of the longest row")
+    add("--batched-tokens", type=int, default=8192, help="most tokens in a step")
+    add("--prompt", type=int, default=256, help="of capped: tokens of a prompt")
+    add("--answer", type=int, default=512, help="of capped: tokens of an answer")
+    add("--requests-per-row", type=int, default=2, help="of capped: requests for each row at once")
+    add("--capped-gammas", type=_numbers, default=[0, 1], help="of the arm without elastic memory")
+    add("--synthetic", type=float, default=0.7, help="acceptance of its drafts")
+    add("--cycles", type=int, default=1000, help="expansions and contractions")
+    add("--cycle-model", help="target of cycles; default: the shipped draft")
+    add("--cycle-draft", help="draft of cycles; default: the shipped draft")
+    add("--cycle-blocks", type=int, default=160, help="blocks of the head of cycles")
+    add("--cycle-rows", type=int, default=12, help="requests at once, most")
+    add("--distinct", type=int, default=120, help="of cycles: different requests")
+    add("--longest", type=int, default=48, help="of cycles: tokens of an answer, most")
+    add("--lengths", type=int, default=5, help="of cycles: kinds of prompt lengths, up to 260")
+    add("--window", type=int, default=40, help="of cycles: steps that acceptance is taken over")
+    add("--between", type=int, default=10, help="of cycles: turns between transitions, most")
+    if "--tiny" in argv:
+        parser.set_defaults(**TINY)
+    options = parser.parse_args(argv)
+    if unknown := set(options.sections) - {*NAMES}:
+        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
+    if options.device == "cuda" and not has_gpu():
+        parser.error("no GPU is visible here; --tiny runs every section on a CPU")
+    target, draft = shapes.TARGET, shapes.DRAFT
+    if options.tiny:
+        target, draft = shapes.TINY_TARGET, shapes.TINY_DRAFT
+    root = Path(options.work or tempfile.mkdtemp(prefix="gpu-memory-"))
+    options.shape, options.draft_shape, options.vocab = target, draft, target.vocab
+    options.root, options.target, options.draft = root, target.write(root), draft.write(root)
+    return options
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
