@@ -157,7 +157,7 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
+        except Exception as error:  # templates are programs: they fail in any way
             raise InvalidRequest(
                 "chat.messages", f"refused by the chat template: {error}"
             ) from None

@@ -200,3 +200,44 @@ def test_long_hostile_answers_stay_cheap() -> None:
     letter = byte_ids(b"a")[0]
     stops = tuple("a" * n + "b" for n in range(240, 256))
     assert "".join(stream(TINY, [letter] * 10_000, stops)) == "a" * 10_000
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text("abé", max_size=30),
+    stop=st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3),
+    least=st.integers(0, 30),
+)
+def test_stops_before_the_least_number_of_tokens_are_text(
+    text: str, stop: list[str], least: int
+) -> None:
+    """A stop counts where the token that completes it is the least number's last or later.
+
+    What is shown is then cut before it, although it began earlier; nothing of it was shown.
+    """
+    ids, stops = byte_ids(text.encode()), tuple(stop)
+    want, num_read = text, 0
+    for end in range(1, len(text) + 1):
+        done = [one for one in stops if text[:end].endswith(one)]
+        if done and len(text[:end].encode()) >= least:
+            want, num_read = text[: end - max(map(len, done))], len(text[:end].encode())
+            break
+    detokenizer, shown = Detokenizer(TINY, stops, least), ""
+    for count, token_id in enumerate(ids, start=1):
+        shown += detokenizer.push(token_id)
+        assert want.startswith(shown)
+        if detokenizer.stopped:
+            assert count == num_read
+            assert detokenizer.stop_string in stops
+            break
+    assert shown + detokenizer.flush() == want
+    assert detokenizer.stopped == (num_read > 0)
+
+
+def test_a_token_without_text_counts_for_the_least_number() -> None:
+    """Special tokens are tokens of the answer too."""
+    detokenizer = Detokenizer(TINY, ("b",), min_tokens=3)
+    assert detokenizer.push(byte_ids(b"a")[0]) == "a"
+    assert detokenizer.push(2) == ""
+    assert detokenizer.push(byte_ids(b"b")[0]) == ""
+    assert detokenizer.stopped
