@@ -34,6 +34,7 @@ class Events:
         self._parsed, self._answer = parsed, answer
         self._before, self._after = _AROUND[parsed.route]
         self._no_usage = ',"usage":null' if parsed.include_usage else ""
+        self._wants_logprobs = parsed.logprobs
         self._head = ""  # of every chunk, up to its choices; written when the first one is
         self._last = 0  # the choice that ended last
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # by choice
@@ -44,7 +45,7 @@ class Events:
         answer.take(response)
         events = "" if self._head else self._begin()
         logprobs = "null"
-        if response.logprobs:
+        if self._wants_logprobs and response.logprobs:
             logprobs = self._logprobs(response)
         if response.text or logprobs != "null":
             events += (

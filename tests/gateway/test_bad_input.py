@@ -111,6 +111,13 @@ SAME: dict[str, tuple[dict[str, Any], pb.GenerateRequest, str, str]] = {
             "model",
             "unknown model 'other'; this server has 'tiny'",
         ),
+        ("penalty 0", sampling(repetition_penalty=0.0), "repetition_penalty", "above 0"),
+        ("penalty nan", sampling(frequency_penalty=math.nan), "frequency_penalty", "[-2, 2]"),
+        ("bias", sampling(logit_bias={5: 101.0}), "logit_bias", "[-100, 100]"),
+        ("bias nan", sampling(logit_bias={5: math.nan}), "logit_bias", "[-100, 100]"),
+        ("301 biases", sampling(logit_bias=dict.fromkeys(range(301), 0.0)), "logit_bias", "300"),
+        ("n 0", sampling(n=0), "n", "[1, 128]"),
+        ("min_tokens -1", sampling(min_tokens=-1), "min_tokens", "at least 0"),
         (
             "gamma too large",
             ({**HELLO, "nightjar": {"max_gamma": 9}}, request(speculation={"max_gamma": 9})),
@@ -118,15 +125,6 @@ SAME: dict[str, tuple[dict[str, Any], pb.GenerateRequest, str, str]] = {
             "[0, 8]",
         ),
     ]
-}
-NOT_SERVED: dict[str, Any] = {
-    "n": 2,
-    "min_tokens": 8,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -2.0,
-    "logit_bias": {"5": 5.0},
-    "logprobs": 3,
 }
 
 
@@ -151,36 +149,40 @@ async def test_both_protocols_say_the_same(served: Any, name: str) -> None:
     body, message, field, limit = SAME[name]
     response = await post(served, COMPLETION, body)
     error = await outcome(served.grpc.Generate(message))
-    assert response.status_code == 400
+    status, code = (404, "model_not_found") if field == "model" else (400, "invalid_value")
+    assert response.status_code == status
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     said = response.json()["error"]
     assert said["message"] == error.details()
     assert limit in said["message"]
-    assert (said["param"], said["type"]) == (field, "invalid_request_error")
+    assert said["param"].partition("[")[0] == field.partition("[")[0]
+    assert (said["type"], said["code"]) == ("invalid_request_error", code)
     status = rpc_status.from_call(error)
     violation = error_details_pb2.BadRequest()
     assert status.details[0].Unpack(violation)
     assert violation.field_violations[0].field in said["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("field", NOT_SERVED)
-async def test_designed_but_not_served(served: Any, field: str, stream: bool) -> None:
-    """A field of the design that this build lacks is UNIMPLEMENTED and 501, and named."""
-    value = NOT_SERVED[field]
-    response = await post(served, COMPLETION, {**HELLO, field: value, "stream": stream})
-    given = {5: 5.0} if field == "logit_bias" else value
-    error = await outcome(served.grpc.Generate(request(sampling={field: given})))
-    assert (response.status_code, error.code()) == (501, grpc.StatusCode.UNIMPLEMENTED)
-    assert response.json()["error"]["message"] == error.details()
-    assert response.json()["error"]["param"] == field
-    assert response.headers["x-should-retry"] == "false"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
+def tool(**function: Any) -> list[Any]:
+    """One tool."""
+    return [{"type": "function", "function": {"name": "f", **function}}]
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    """An assistant's message that makes a call."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+TOOLS = tool()
 HTTP_ONLY: list[tuple[str, Any, str, str]] = [
     (COMPLETION, {**HELLO, "foo": 1}, "foo", "unknown field"),
     (COMPLETION, {**HELLO, "foo": None}, "foo", "unknown field"),
-    (COMPLETION, {**HELLO, "echo": 0}, "echo", "only false is accepted"),
+    (COMPLETION, {**HELLO, "echo": 0}, "echo", "must be true or false"),
+    (CHAT, {**HI, "echo": 0}, "echo", "only false is accepted"),
     (COMPLETION, {**HELLO, "logit_bias": {"5": 10**400}}, "logit_bias", "[-100, 100]"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x", "unknown"),
     (COMPLETION, {**HELLO, "nightjar": {"gamma": 1}}, "nightjar.gamma", "unknown field"),
@@ -188,7 +190,7 @@ HTTP_ONLY: list[tuple[str, Any, str, str]] = [
     (CHAT, {}, "messages", "is required"),
     (CHAT, {"messages": []}, "messages", "1 to 1024"),
     (CHAT, {"messages": "hello"}, "messages", "must be a list"),
-    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "must be one of"),
+    (CHAT, {"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "must be one of"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
     (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "a string"),
     (
@@ -198,9 +200,11 @@ HTTP_ONLY: list[tuple[str, Any, str, str]] = [
         "text",
     ),
     (CHAT, {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs", ""),
-    (COMPLETION, {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
-    (COMPLETION, {"prompt": [[1], [2]]}, "prompt", "2 prompts"),
     (COMPLETION, {"prompt": ["a"] * 200_000}, "prompt", "200000 prompts"),
+    (COMPLETION, {"prompt": [[1]] * 65}, "prompt", "65 prompts"),
+    (COMPLETION, {"prompt": ["a", [1]]}, "prompt", "a list of either"),
+    (COMPLETION, {"prompt": [[1], [True]]}, "prompt", "token ids"),
+    (COMPLETION, {"prompt": ["a", "b"], "n": 10**9}, "n", "over 128 choices"),
     (COMPLETION, {"prompt": [True]}, "prompt", "token ids"),
     (COMPLETION, {"prompt": [1.5]}, "prompt", "token ids"),
     (COMPLETION, {"prompt": [2**40]}, "prompt", "vocabulary"),
@@ -215,7 +219,30 @@ HTTP_ONLY: list[tuple[str, Any, str, str]] = [
     (COMPLETION, {**HELLO, "n": 10**12}, "n", "below 2147483648"),
     (COMPLETION, {**HELLO, "logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     (COMPLETION, {**HELLO, "best_of": 3}, "best_of", "only 1 is accepted"),
-    (COMPLETION, {**HELLO, "echo": True}, "echo", "only false is accepted"),
+    (COMPLETION, {**HELLO, "best_of": 3, "n": 2}, "best_of", "only 2 is accepted"),
+    (COMPLETION, {**HELLO, "best_of": 10**9}, "best_of", "only 1 is accepted"),
+    (CHAT, {**HI, "response_format": {"type": "json_object"}}, "response_format", "forced"),
+    (CHAT, {**HI, "metadata": {"a": "b"}}, "metadata", "not stored"),
+    (CHAT, {**HI, "prediction": {"type": "content", "content": "a"}}, "prediction", "only null"),
+    (CHAT, {**HI, "modalities": ["text", "audio"]}, "modalities", "only"),
+    (CHAT, {**HI, "service_tier": "flex"}, "service_tier", 'only "auto" or "default"'),
+    (CHAT, {**HI, "tools": TOOLS, "tool_choice": "required"}, "tool_choice", "cannot be forced"),
+    (CHAT, {**HI, "tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "forced"),
+    (CHAT, {**HI, "tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls", "limited"),
+    (CHAT, {**HI, "tools": TOOLS * 2}, "tools[1].function.name", "twice"),
+    (CHAT, {**HI, "tools": TOOLS * 129}, "tools", "at most 128"),
+    (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+    (CHAT, {**HI, "tools": [{"type": "x", "function": {}}]}, "tools[0].type", "'function'"),
+    (CHAT, {**HI, "tools": tool(name="a b")}, "tools[0].function.name", "letters"),
+    (CHAT, {**HI, "tools": tool(strict=True)}, "tools[0].function.strict", "must be False"),
+    (CHAT, {**HI, "tools": tool(parameters={"a": math.nan})}, "tools", "no JSON"),
+    (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content", "is required"),
+    (CHAT, {"messages": [calling("{")]}, "messages[0].tool_calls[0].function.arguments", "JSON"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", ""),
+    (CHAT, {**HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "[0, 20]"),
+    (CHAT, {**HI, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+    (CHAT, {**HI, "max_completion_tokens": 2, "max_tokens": 3}, "max_tokens", "differs"),
+    (COMPLETION, {**HELLO, "logprobs": True}, "logprobs", "whole number"),
     (COMPLETION, {**HELLO, "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     (COMPLETION, b'{"prompt": "\\ud83d"}', "body", "not valid JSON"),
     (COMPLETION, b'{"prompt": "\xff"}', "body", "not valid JSON"),
@@ -241,6 +268,19 @@ async def test_shapes_and_types(served: Any, worker: FakeWorker, case: int) -> N
     assert limit in error["message"]
     assert len(error["message"]) < 400
     assert worker.requests == []
+
+
+async def test_a_null_limit_skips_no_check(served: Any) -> None:
+    """More tokens at least than the context holds are refused where no most is given; all lives."""
+    body = {**HI, "max_tokens": None, "min_tokens": 10**8}
+    messages = [{"role": "user", "content": "hi"}]
+    message = request(chat={"messages": messages}, sampling={"min_tokens": 10**8})
+    response = await post(served, CHAT, body)
+    error = await outcome(served.grpc.Generate(message))
+    assert (response.status_code, error.code()) == (400, grpc.StatusCode.INVALID_ARGUMENT)
+    assert response.json()["error"]["message"] == error.details()
+    assert response.json()["error"]["param"] == "min_tokens"
+    assert (await post(served, COMPLETION, HELLO)).status_code == 200
 
 
 async def test_long_values_are_not_echoed(served: Any) -> None:
@@ -300,6 +340,7 @@ async def test_request_ids_and_headers(served: Any, worker: FakeWorker) -> None:
     response = await post(served, COMPLETION, HELLO, **{"x-request-id": "i" * 129})
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "request_id: at most 128 characters"
+    assert len(response.headers["x-request-id"]) < 64
     response = await post(served, COMPLETION, HELLO, **{"x-request-id": "i" * 1_000_000})
     assert response.status_code == 400
     assert "65536 bytes" in response.json()["error"]["message"]
@@ -313,22 +354,25 @@ async def test_content_type_must_be_json(served: Any) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         response = await post(served, COMPLETION, HELLO, **{"content-type": kind})
         assert response.status_code == 415
+    response = await post(served, COMPLETION, HELLO, **{"content-encoding": "gzip"})
+    assert response.status_code == 415
 
 
 async def test_refusals_are_fast_and_leave_others_alone(served: Any, worker: FakeWorker) -> None:
     """While an answer streams, every bad request is refused, and the answer comes out whole."""
     worker.pause_after = 2
     call = aiter(served.grpc.Generate(request(sampling={"max_tokens": 20})))
-    assert (await anext(call)).HasField("start")
+    first = await anext(call)
+    assert first.HasField("start")
     slowest = 0.0
     for body, message, _, _ in SAME.values():
         started = time.monotonic()
-        assert (await post(served, COMPLETION, body)).status_code == 400
+        assert (await post(served, COMPLETION, body)).status_code in (400, 404)
         slowest = max(slowest, time.monotonic() - started)
         await outcome(served.grpc.Generate(message))
     worker.resume.set()
-    rest = [message async for message in call]
-    assert "".join(message.text for message in rest) == words(20)
+    messages = [first, *[message async for message in call]]
+    assert "".join(message.text for message in messages) == words(20)
     assert slowest < 2
 
 

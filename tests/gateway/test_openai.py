@@ -53,6 +53,8 @@ async def test_chat_whole(served: Any, worker: FakeWorker) -> None:
         "num_steps": 3,
         "num_preemptions": 0,
         "policy_version": "fixed-1",
+        "speculation_limit": "",
+        "resumed": None,
     }
     assert [(m.role, m.content) for m in worker.requests[0].chat.messages] == [("user", "hello")]
 
@@ -197,7 +199,7 @@ async def test_framing(served: Any) -> None:
 
 async def test_unknown_routes_and_methods(served: Any) -> None:
     """What is not served is refused in the shape of all errors."""
-    missing = await served.http.get("/v1/embeddings")
+    missing = await served.http.get("/v1/engines")
     wrong = await served.http.get("/v1/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert missing.json()["error"]["message"] == "no such route"

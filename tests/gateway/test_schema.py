@@ -9,13 +9,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.http.errors import render
-from gateway.http.schema import ChatBody, CompletionBody, parse
-from nightjar.errors import InvalidRequest, NotServed
+from gateway.http.errors import HttpError, render
+from gateway.http.nothing import NEUTRAL
+from gateway.http.schema import ChatBody, CompletionBody
+from gateway.http.translate import parse
+from nightjar.errors import InvalidRequest
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.validation import Limits, validate
 
-NAMES = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "best_of", "echo", "other"})
+FIELDS = {*ChatBody.model_fields, *CompletionBody.model_fields}
+NAMES = sorted({*FIELDS, *NEUTRAL["chat"], *NEUTRAL["completion"], "other"})
 # Texts without lone surrogates: the JSON reader refuses those, which test_bad_input shows.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 NUMBERS = st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 2**64, -1, 0, 1])
@@ -45,11 +48,11 @@ def test_any_body_is_a_request_or_a_refusal(
     body = {"messages": messages} if route == "chat" else {"prompt": prompt}
     body.update({name: value for name, value in fields.items() if value is not None})
     try:
-        request = parse(route, body, "").request
-        assert pb.GenerateRequest.FromString(request.SerializeToString()).ByteSize() > 0
-        validate(request, LIMITS)
-    except (InvalidRequest, NotServed) as error:
+        for request in parse(route, body, "").requests:
+            assert pb.GenerateRequest.FromString(request.SerializeToString()).ByteSize() > 0
+            validate(request, LIMITS)
+    except (InvalidRequest, HttpError) as error:
         status, content, _ = render(error)
-        assert status in (400, 501)
+        assert status in (400, 404)
         assert content["error"]["param"]
         assert content["error"]["message"]
