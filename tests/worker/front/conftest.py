@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import fake_engine
 import pytest
 from conditions import until
+from worker_process import Worker, worker_of
 
 from nightjar import rpc
 from nightjar.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -76,3 +78,10 @@ def front(tmp_path: Path, tiny: object) -> FrontMaker:
             await asyncio.gather(task, return_exceptions=True)
 
     return make
+
+
+@pytest.fixture(scope="package")
+def worker(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """One real worker for the tests that leave it as it was."""
+    with worker_of(tiny, tmp_path_factory.mktemp("worker")) as made:
+        yield made
