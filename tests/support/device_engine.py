@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+
+from engine_rig import Answer
 
 from worker.config import WorkerConfig
 from worker.engine.assembly import assemble
 from worker.messages import (
     AgentLink,
-    Finished,
     Grant,
     GrantAnswer,
     SamplingParams,
@@ -41,14 +41,6 @@ class ListChannel:
             self.outbox.append(message)
 
 
-@dataclass
-class Answer:
-    """What came out for one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finished: Finished | None = None
-
-
 class DeviceEngine:
     """An engine over models that outlive it; `gamma` may be changed between steps."""
 
@@ -74,10 +66,21 @@ class DeviceEngine:
         decisions._fallback = Choice(gamma, gamma, NO_BUCKET, num_extra_drafts=num_extra_drafts)
         self.engine.planner._decisions = decisions
 
-    def submit(self, request_id: int, prompt: list[int], sampling: SamplingParams) -> None:
-        """Queue a request."""
+    def submit(
+        self,
+        request_id: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        prior: tuple[int, ...] = (),
+    ) -> None:
+        """Queue a request, or one whose answer has begun elsewhere with `prior`."""
         self.channel.inbox.append(
-            Submit(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+            Submit(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                prior_token_ids=list(prior),
+            )
         )
 
     def run(self, max_turns: int = 2000, *, check: bool = True) -> dict[int, Answer]:
@@ -102,6 +105,10 @@ class DeviceEngine:
                     start : start + count
                 ]
                 start += count
+            for columns in message.prompt_logprobs:
+                answers.setdefault(columns.request_id, Answer()).prompt_logprobs.take(columns)
+            for columns in message.logprobs:
+                answers[columns.request_id].logprobs.take(columns)
             for finished in message.finished:
                 answers.setdefault(finished.request_id, Answer()).finished = finished
         return answers

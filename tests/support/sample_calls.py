@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from worker.kernels.noise import gumbel, hash_tokens, log, row_keys
+from worker.kernels.processors import NUM_ASKED, Processing, marks_width, reading
 from worker.kernels.sampling import SampleInputs, SampleScratch, sample_rows
 from worker.kernels.sampling_cut import cut, cut_of_few, key_of_reach, keys_of, weights_of
 from worker.messages import SamplingParams
@@ -62,13 +63,26 @@ def inputs_of(
 
     return SampleInputs(
         row_of=column(row_of, torch.int32),
-        positions=column(positions, torch.int32),
+        processing=unprocessed(len(rows), column(positions, torch.int32)),
         inverse_temperature=column([inverse(p) for p in rows], torch.float32),
         top_k=column([p.top_k for p in rows], torch.int32),
         top_p=column([p.top_p for p in rows], torch.float32),
         min_p=column([p.min_p for p in rows], torch.float32),
         seed_low=column([as_int32(p.seed) for p in rows], torch.int32),
         seed_high=column([as_int32(p.seed >> 32) for p in rows], torch.int32),
+    )
+
+
+def unprocessed(num_rows: int, positions: torch.Tensor) -> Processing:
+    """Of rows that ask for nothing; what is not to be read is not there."""
+    device, ints = positions.device, torch.int32
+    return Processing(
+        asked=torch.zeros(NUM_ASKED, num_rows, dtype=ints, device=device),
+        slots=torch.full((num_rows,), 2**30, dtype=ints, device=device),
+        places=torch.full_like(positions, 2**30),
+        positions=positions,
+        marks=torch.zeros(1, marks_width(1), dtype=ints, device=device),
+        tokens=torch.zeros(1, 1, dtype=ints, device=device),
     )
 
 
@@ -133,7 +147,7 @@ def cuts(logits: torch.Tensor, p: SamplingParams) -> list[int]:
     """Where a row of up to 256 logits is cut: by ranks, by a search of keys, by one of logits."""
     n = len(logits)
     keys = torch.full((n,), POISON, dtype=torch.int32, device=DEVICE)
-    got = torch.full((3,), POISON, dtype=torch.int32, device=DEVICE)
+    got = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     _cut_kernel[(1,)](
         logits, keys, got, n, logits.max().item(), p.top_k, p.top_p, 256, enable_fp_fusion=False
     )
@@ -181,8 +195,9 @@ def _cut_kernel(logits, keys, out, n, top, top_k, top_p, BLOCK: tl.constexpr):
     top_k = zero + top_k
     reach = key_of_reach()
     none = total * 0
+    how = reading(0, 0, out, 0, out, out, out, out, 0, out, 0, out)
     tl.store(out, cut_of_few(keys, n, top_k, top_p, zero, none, total))
-    ceiling = cut(keys, n, top, 1.0, zero, reach, top_k, top_p, zero, none, total, False)
+    ceiling = cut(keys, n, top, 1.0, zero, reach, top_k, top_p, zero, none, total, how, False)
     tl.store(out + 1, ceiling)
-    ceiling = cut(logits, n, top, 1.0, zero, reach, top_k, top_p, zero, none, total, True)
+    ceiling = cut(logits, n, top, 1.0, zero, reach, top_k, top_p, zero, none, total, how, True)
     tl.store(out + 2, ceiling)

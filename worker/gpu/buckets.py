@@ -7,13 +7,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nightjar.errors import EngineFailure
+from worker.engine.plan import MAX_SCORED
 from worker.kernels.attention_inputs import SHORT_HEIGHTS
 
 _DECODE = (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _LARGE_STEP = 128  # between sizes above the fine ones
-_MIXED = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144)
+# A prompt's tokens are bound by arithmetic, so that padding costs what tokens do.
+_MIXED = (
+    *(16, 32, 64, 128, 192),
+    *range(256, 2048, 128),
+    *range(2048, 4096, 256),
+    *range(4096, 8192, 512),
+)
 _CATCH_UP = (64, 256, 1024)
-_KEPT = (16, 64, 256)
+_KEPT = (64, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +45,11 @@ class Buckets:
     ) -> Buckets:
         """Sizes for a worker's limits."""
         most = min(max_num_seqs * (max_gamma + 1), max_num_batched_tokens)
+        most_kept = min(most + MAX_SCORED, max_num_batched_tokens)
         return cls(
             decode=_up_to(most, _DECODE),
             mixed=_up_to(max_num_batched_tokens, _MIXED),
-            kept=(*(size for size in _KEPT if size < most), max(2, most)),
+            kept=(*(size for size in _KEPT if size < most_kept), max(2, most_kept)),
             rows=_up_to(max_num_seqs, _DECODE),
             catch_up=_up_to(max_catchup_tokens, _CATCH_UP),
             heights=tuple(height for height in SHORT_HEIGHTS if height < 2 * max(2, max_gamma + 1)),

@@ -139,8 +139,8 @@ class Drafter:
 
     def _choose(self, logits: torch.Tensor, *, scored: bool) -> None:
         stage, choices = self._stage, self._choices
-        inputs = stage.sample_inputs(choices, len(logits))
+        inputs = stage.sample_inputs(choices, self._step.state, len(logits))
         ids = choices.ids[: len(logits)]
         sample_rows(logits, inputs, self._scratch, ids, vocab_size=self._vocab_size)
         if scored:
-            self._scores.add(logits, inputs, self._scratch, choices, stage.rows, self._step)
+            self._scores.add(logits, inputs, self._scratch, ids, self._step.state)

@@ -8,21 +8,57 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult, caught_up
+from worker.engine.plan import (
+    Plan,
+    PlannedRow,
+    RowResult,
+    StepResult,
+    TokenLogprobs,
+    caught_up,
+)
 from worker.engine.runner import NOT_NUMBERS
 from worker.gpu.buckets import Buckets
 from worker.gpu.device_rows import DeviceRows, force, shape_of
 from worker.gpu.drafter import Drafter
 from worker.gpu.forward import DeviceDraftForward, DeviceForward
 from worker.gpu.graphs import Graphs
-from worker.gpu.staging import Stage
+from worker.gpu.staging import HostStage, Stage
 from worker.gpu.timing import Marks, Timer, elapsed_us, wait
+from worker.kernels.logprobs import REPORT_WIDTH, ReportScratch, read_reports, report_rows
+from worker.kernels.processors import Asked
 from worker.kernels.sampling import SampleScratch, sample_rows
-from worker.kernels.step import RESULT_WIDTH, Choices, RowState, StepKernels
+from worker.kernels.step import RESULT_WIDTH, Choices, Field, RowState, StepKernels
 from worker.speculative.ngram import NgramProposer
+
+
+@dataclass(slots=True)
+class Reports:
+    """Log-probabilities that a step's rows ask for, and where each row's lie among them."""
+
+    values: torch.Tensor  # int32 [num, REPORT_WIDTH], pinned; there once the step has ended
+    firsts: list[int]  # of each row
+    num_prompts: list[int]  # of each row's, those of prompt tokens, which come first
+    num_tops: list[int]  # alternatives of each row's tokens; -1: no report
+    num_prompt_tops: list[int]
+
+    def add_to(self, rows: list[RowResult]) -> None:
+        """Give each result what its row asks for: reports of tokens that were taken."""
+        values = self.values.numpy()
+        for index, row in enumerate(rows):
+            first, num_prompt = self.firsts[index], self.num_prompts[index]
+            if num_prompt:
+                part = values[first : first + num_prompt]
+                row.prompt_logprobs = TokenLogprobs(
+                    *read_reports(part, self.num_prompt_tops[index])
+                )
+            if self.num_tops[index] >= 0 and row.token_ids:
+                first += num_prompt
+                part = values[first : first + len(row.token_ids)]
+                row.logprobs = TokenLogprobs(*read_reports(part, self.num_tops[index]))
 
 
 class DeviceFlight:
@@ -34,8 +70,9 @@ class DeviceFlight:
         marks: Marks,
         previous: Marks | None,
         results: torch.Tensor,
+        reports: Reports | None,
     ) -> None:
-        self._plan, self._results = plan, results
+        self._plan, self._results, self._reports = plan, results, reports
         self._marks, self._previous = marks, previous
 
     def retire(self) -> StepResult:
@@ -44,6 +81,8 @@ class DeviceFlight:
         plan = self._plan
         numbers = self._results[: len(plan.rows)].tolist()
         rows = [_result(row, values) for row, values in zip(plan.rows, numbers, strict=True)]
+        if self._reports is not None:
+            self._reports.add_to(rows)
         marks, previous = self._marks, self._previous
         whole = elapsed_us(marks.begun, marks.ended)
         if previous is not None:  # it began when the step before had ended, if that was later
@@ -95,17 +134,24 @@ class DeviceRunner:
         table_width = target.buffers.tables.shape[1]
         block_size = target.block_size
         self._stage = Stage(max_rows=max_num_seqs, table_width=table_width, device=device)
-        state = RowState.allocate(max_num_seqs, table_width * block_size + RESULT_WIDTH, device)
-        self._rows = DeviceRows(state, table_width=table_width)
+        width = table_width * block_size + RESULT_WIDTH
+        state = RowState.allocate(max_num_seqs, width, vocab_size, device)
+        self._rows = DeviceRows(state, table_width=table_width, vocab_size=vocab_size)
         self._kernels = StepKernels(
             state, self._stage.tables, block_size=block_size, max_position=target.max_model_len - 1
         )
         self._choices = Choices.allocate(buckets.max_tokens, device)
         self._scratch = SampleScratch.allocate(buckets.max_kept, vocab_size, device)
         self._results = torch.zeros(max_num_seqs, RESULT_WIDTH, dtype=torch.int32, device=device)
+        shape = (buckets.max_kept, REPORT_WIDTH)
+        self._report_scratch = ReportScratch.allocate(buckets.max_kept, vocab_size, device)
+        self._reports = torch.zeros(shape, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._host_results = [
-            torch.zeros(max_num_seqs, RESULT_WIDTH, dtype=torch.int32, pin_memory=pinned)
+            (
+                torch.zeros(max_num_seqs, RESULT_WIDTH, dtype=torch.int32, pin_memory=pinned),
+                torch.zeros(shape, dtype=torch.int32, pin_memory=pinned),
+            )
             for _ in range(2)
         ]
         self._timer = Timer(device, clock)
@@ -160,7 +206,7 @@ class DeviceRunner:
             force(shape, [self._draw(count) for count in num_drafts])
         num_drafting = sum(row.gamma > 0 for row in plan.rows)
         shape.write(host.header, host.fields, num_drafting)
-        self._rows.write(host, [row.slot for row in plan.rows])
+        num_reports = self._rows.write(host, [row.slot for row in plan.rows])
         catch_up: list[Callable[[], None]] = []
         drafts: list[Callable[[], None]] = []
         if self.drafter is not None:
@@ -183,11 +229,15 @@ class DeviceRunner:
             run()
         verify()
         self._host_results.reverse()
-        results = self._host_results[0]
+        results, report_values = self._host_results[0]
         results.copy_(self._results, non_blocking=True)
+        reports = None
+        if num_reports:
+            report_values[:num_reports].copy_(self._reports[:num_reports], non_blocking=True)
+            reports = _reports(report_values[:num_reports], host, len(plan.rows))
         marks = Marks(begun, caught_up, self._timer.mark())
         previous, self._previous = self._previous, marks
-        return DeviceFlight(plan, marks, previous, results)
+        return DeviceFlight(plan, marks, previous, results, reports)
 
     def _num_drafts(self, plan: Plan) -> list[int]:
         """Drafts that each row may verify; those of n-grams are sent."""
@@ -217,7 +267,8 @@ class DeviceRunner:
         target, stage, choices = self._target, self._stage, self._choices
         buffers = target.buffers
         inputs = buffers.view(num_tokens, num_kept, short_height=height, has_long=has_prompt)
-        sampling = stage.sample_inputs(choices, num_kept)
+        sampling = stage.sample_inputs(choices, self._kernels.state, num_kept)
+        kept_at = (stage.rows.fields[Field.KEEP], stage.rows.fields[Field.NUM_PROMPT])
         ids = choices.ids[:num_kept]
         capacity = min(num_tokens, buffers.max_rows)
 
@@ -225,6 +276,16 @@ class DeviceRunner:
             self._kernels.prepare(stage.rows, inputs, buffers, choices)
             logits = target.logits(inputs)
             sample_rows(logits, sampling, self._scratch, ids, vocab_size=self._vocab_size)
+            report_rows(
+                logits,
+                choices.owners,
+                kept_at,
+                sampling.processing,
+                self._report_scratch,
+                ids,
+                self._reports,
+                vocab_size=self._vocab_size,
+            )
             self._kernels.accept(stage.rows, choices, self._results, capacity)
 
         return run
@@ -236,6 +297,17 @@ class DeviceRunner:
         while count < num_drafts and self._random.random() < self.synthetic_acceptance:
             count += 1
         return count
+
+
+def _reports(values: torch.Tensor, host: HostStage, num_rows: int) -> Reports:
+    asked = host.asked[:, :num_rows]
+    return Reports(
+        values,
+        asked[Asked.REPORT].tolist(),
+        host.fields[Field.NUM_PROMPT, :num_rows].tolist(),
+        asked[Asked.NUM_TOP].tolist(),
+        asked[Asked.NUM_PROMPT_TOP].tolist(),
+    )
 
 
 def _result(row: PlannedRow, values: Sequence[int]) -> RowResult:

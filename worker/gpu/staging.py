@@ -7,8 +7,9 @@ import numpy.typing as npt
 import torch
 
 from worker.kernels.draft_step import DraftRows
+from worker.kernels.processors import NUM_ASKED, Processing
 from worker.kernels.sampling import SampleInputs
-from worker.kernels.step import NUM_FIELDS, Choices, StagedRows
+from worker.kernels.step import NUM_FIELDS, Choices, Field, RowState, StagedRows
 
 Int32s = npt.NDArray[np.int32]
 HEADER = 8
@@ -25,7 +26,8 @@ class _Layout:
         self.header = 0
         self.fields = HEADER
         self.sampling = self.fields + NUM_FIELDS * max_rows
-        self.draft_rows = self.sampling + NUM_SAMPLING * max_rows
+        self.asked = self.sampling + NUM_SAMPLING * max_rows
+        self.draft_rows = self.asked + NUM_ASKED * max_rows
         self.draft_gammas = self.draft_rows + max_rows
         self.catch_header = self.draft_gammas + max_rows
         self.catch_fields = self.catch_header + HEADER
@@ -52,6 +54,7 @@ class HostStage:
         self.header = view(layout.header, HEADER)
         self.fields = view(layout.fields, NUM_FIELDS, rows)
         self.sampling = view(layout.sampling, NUM_SAMPLING, rows)
+        self.asked = view(layout.asked, NUM_ASKED, rows)
         self.draft_rows = view(layout.draft_rows, rows)
         self.draft_gammas = view(layout.draft_gammas, rows)
         self.catch_header = view(layout.catch_header, HEADER)
@@ -78,15 +81,18 @@ class Stage:
             return torch.zeros(max_rows, dtype=torch.int32, device=device)
 
         self.tables = view(layout.tables, max_rows, table_width)
+        asked = view(layout.asked, NUM_ASKED, max_rows)
         self.rows = StagedRows(
             header=view(layout.header, HEADER),
             fields=view(layout.fields, NUM_FIELDS, max_rows),
+            asked=asked,
             bases=own(),
             failed=own(),
         )
         self.catch_up = StagedRows(
             header=view(layout.catch_header, HEADER),
             fields=view(layout.catch_fields, NUM_FIELDS, max_rows),
+            asked=asked,
             bases=own(),
             failed=own(),
         )
@@ -96,12 +102,23 @@ class Stage:
         )
         self._sampling = view(layout.sampling, NUM_SAMPLING, max_rows)
 
-    def sample_inputs(self, choices: Choices, num_kept: int) -> SampleInputs:
+    def processing(self, choices: Choices, state: RowState) -> Processing:
+        """How the staged rows' requests change the logits that `choices` are made of."""
+        return Processing(
+            asked=self.rows.asked,
+            slots=self.rows.fields[Field.SLOT],
+            places=choices.places,
+            positions=choices.positions,
+            marks=state.marks,
+            tokens=state.tokens,
+        )
+
+    def sample_inputs(self, choices: Choices, state: RowState, num_kept: int) -> SampleInputs:
         """The staged rows' parameters, for `num_kept` choices."""
         ints, floats = self._sampling, self._sampling.view(torch.float32)
         return SampleInputs(
             row_of=choices.row_of[:num_kept],
-            positions=choices.positions[:num_kept],
+            processing=self.processing(choices, state),
             inverse_temperature=floats[INVERSE_TEMPERATURE],
             top_k=ints[TOP_K],
             top_p=floats[TOP_P],

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from worker.kernels.launch import begin, launch_options
+from worker.kernels.processors import TILE, few_logits_of, logits_of, reading
 from worker.kernels.sampling import SampleInputs, SampleScratch, params_of
 from worker.kernels.sampling_cut import is_greedy
 from worker.kernels.sampling_scan import FRAME
-from worker.kernels.step import MAX_CHOICES, Choices, StagedRows, StepKernels
+from worker.kernels.step import MAX_CHOICES, RowState
 from worker.sampling import log_probabilities
 
 MAX_DRAFTS = MAX_CHOICES - 1  # a power of two
-_CHUNK = 2048
 _PROGRAMS = 1024  # of a launch, about
 _FRAME = tl.constexpr(FRAME)
 
@@ -37,6 +37,16 @@ def _add_weights(  # type: ignore[no-untyped-def]
     row_of,
     inverse_temperature,
     top_k,
+    asked,
+    asked_stride,
+    slots,
+    places,
+    positions,
+    marks,
+    marks_width,
+    history,
+    history_width,
+    stage,
     ids,
     frames,
     sums,
@@ -53,11 +63,15 @@ def _add_weights(  # type: ignore[no-untyped-def]
     if (row >= 0) & (chosen >= 0):
         top = tl.load(frames + k * _FRAME)
         scale = _scale_of(row, inverse_temperature, top_k)
+        how = reading(
+            k, row, asked, asked_stride, slots, places, positions,
+            marks, marks_width, history, history_width, stage,
+        )  # fmt: skip
         source = logits + k.to(tl.int64) * stride
         for chunk in range(tl.program_id(1), NUM_CHUNKS, tl.num_programs(1)):
             tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-            weights = tl.exp((x.to(tl.float32) - top) * scale)
+            x = logits_of(source, tokens, tl.arange(0, CHUNK), how, vocab_size)
+            weights = tl.exp((x - top) * scale)
             tl.store(sums + k * NUM_CHUNKS + chunk, tl.sum(weights, 0))
 
 
@@ -68,13 +82,22 @@ def _add_score(  # type: ignore[no-untyped-def]
     row_of,
     inverse_temperature,
     top_k,
+    asked,
+    asked_stride,
+    slots,
+    places,
+    positions,
+    marks,
+    marks_width,
+    history,
+    history_width,
+    stage,
     ids,
     frames,
     sums,
-    choice_positions,
-    fields,
     num_tokens,
     scores,
+    vocab_size,
     NUM_CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
@@ -85,8 +108,8 @@ def _add_score(  # type: ignore[no-untyped-def]
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row >= 0:
-        slot = tl.load(fields + row)
-        at = tl.load(choice_positions + k) - tl.load(num_tokens + slot)
+        slot = tl.load(slots + row)
+        at = tl.load(positions + k) - tl.load(num_tokens + slot)
         chosen = tl.load(ids + k)
         is_usable = chosen >= 0
         top = tl.load(frames + k * _FRAME)
@@ -95,14 +118,20 @@ def _add_score(  # type: ignore[no-untyped-def]
         mine = i < tl.where(is_usable, NUM_CHUNKS, 0)
         total = tl.sum(tl.load(sums + k * NUM_CHUNKS + i, mask=mine, other=0.0), 0)
         total = tl.where(is_usable, total, 1.0)
-        own = logits + k.to(tl.int64) * stride + tl.maximum(chosen, 0)
-        z = (tl.load(own).to(tl.float32) - top) * scale
+        how = reading(
+            k, row, asked, asked_stride, slots, places, positions,
+            marks, marks_width, history, history_width, stage,
+        )  # fmt: skip
+        own = few_logits_of(
+            logits + k.to(tl.int64) * stride, tl.maximum(chosen, 0), how, vocab_size
+        )
+        z = (own - top) * scale
         # The largest weight is 1; its logarithm may round to less than 0, and no score may rise.
         score = tl.where(is_usable, tl.minimum(z - tl.log(total), 0.0), float("-inf"))
-        place = scores + row * MAX_DRAFTS + at
+        to = scores + row * MAX_DRAFTS + at
         inside = (at >= 0) & (at < MAX_DRAFTS)
-        before = tl.load(place - 1, mask=inside & (at > 0), other=0.0)
-        tl.store(place, before + score.to(tl.float64), mask=inside)
+        before = tl.load(to - 1, mask=inside & (at > 0), other=0.0)
+        tl.store(to, before + score.to(tl.float64), mask=inside)
 
 
 class DraftScores:
@@ -110,7 +139,7 @@ class DraftScores:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         """Allocate for `max_rows` rows, of a batch and of the draft's logits."""
-        self._vocab_size, self._num_chunks = vocab_size, triton.cdiv(vocab_size, _CHUNK)
+        self._vocab_size, self._num_chunks = vocab_size, triton.cdiv(vocab_size, TILE)
         self._sums = torch.zeros(max_rows, self._num_chunks, dtype=torch.float32, device=device)
         # [max_rows, MAX_DRAFTS], by row of the batch. In float64 as on the CPU: sums of float32
         # then tie where the CPU's do.
@@ -121,26 +150,26 @@ class DraftScores:
         logits: torch.Tensor,
         inputs: SampleInputs,
         scratch: SampleScratch,
-        choices: Choices,
-        rows: StagedRows,
-        step: StepKernels,
+        ids: torch.Tensor,
+        state: RowState,
     ) -> None:
-        """Score what was just sampled: `choices` as they were for it, `scratch` as it was left."""
+        """Score the `ids` just sampled: `inputs` as they were for it, `scratch` as it was left."""
         num_rows = len(logits)
         row = (logits, logits.stride(0), inputs.row_of, inputs.inverse_temperature, inputs.top_k)
-        found = (choices.ids, scratch.frames, self._sums)
+        how = (*inputs.processing.arguments, scratch.stage)
+        found = (ids, scratch.frames, self._sums)
         options = {"NUM_CHUNKS": self._num_chunks, **launch_options(logits.device)}
         programs = max(1, min(self._num_chunks, _PROGRAMS // num_rows))
         _add_weights[(num_rows, programs)](
-            *row, *found, self._vocab_size, CHUNK=_CHUNK, num_warps=4, **options
+            *row, *how, *found, self._vocab_size, CHUNK=TILE, num_warps=4, **options
         )
         _add_score[(num_rows,)](
             *row,
+            *how,
             *found,
-            choices.positions,
-            rows.fields,
-            step.state.num_tokens,
+            state.num_tokens,
             self.scores,
+            self._vocab_size,
             PADDED=triton.next_power_of_2(self._num_chunks),
             MAX_DRAFTS=MAX_DRAFTS,
             num_warps=1,

@@ -37,15 +37,20 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
     keep,
     row_of,
     choice_positions,
+    choice_places,
     short_tiles,
     table_width,
     short_stride,
     max_position,
     row,
+    num_known,
     BLOCK_SIZE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Lay out COUNT tokens from `position` on; num_new is COUNT, or 0 where they are padding."""
+    """Lay out COUNT tokens from `position` on; num_new is COUNT, or 0 where they are padding.
+
+    The row has num_known tokens and, behind them, drafts.
+    """
     i = tl.arange(0, 2)
     mine = i < COUNT
     real = i < num_new
@@ -60,6 +65,7 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
     tl.store(keep + draft, (token + COUNT - 1).to(tl.int64))
     tl.store(row_of + draft, tl.where(num_new > 0, row, -1))
     tl.store(choice_positions + draft, position + COUNT)
+    tl.store(choice_places + draft, position + COUNT - num_known)
     tl.store(short_tiles + draft, table)
     tl.store(short_tiles + short_stride + draft, token)
     tl.store(short_tiles + 2 * short_stride + draft, num_new)
@@ -82,6 +88,7 @@ def _draft_first(  # type: ignore[no-untyped-def]
     keep,
     row_of,
     choice_positions,
+    choice_places,
     short_tiles,
     failed,
     table_width,
@@ -99,7 +106,8 @@ def _draft_first(  # type: ignore[no-untyped-def]
     row = tl.load(draft_rows + draft, mask=real, other=0)
     slot = tl.load(fields + row)
     table = tl.load(fields + fields_stride + row)
-    position = tl.load(num_tokens + slot) - 2
+    num_known = tl.load(num_tokens + slot)
+    position = num_known - 2
     num_new = tl.where(real & (position >= 0), 2, 0)
     tl.store(failed + row, 0, mask=real)  # a step that broke off may have left a word of it
     i = tl.arange(0, 2)
@@ -118,11 +126,13 @@ def _draft_first(  # type: ignore[no-untyped-def]
         keep,
         row_of,
         choice_positions,
+        choice_places,
         short_tiles,
         table_width,
         short_stride,
         max_position,
         row,
+        num_known,
         BLOCK_SIZE,
         2,
     )
@@ -144,6 +154,7 @@ def _draft_next(  # type: ignore[no-untyped-def]
     keep,
     row_of,
     choice_positions,
+    choice_places,
     short_tiles,
     failed,
     table_width,
@@ -163,7 +174,8 @@ def _draft_next(  # type: ignore[no-untyped-def]
     table = tl.load(fields + fields_stride + row)
     position = tl.load(choice_positions + draft)
     gamma = tl.load(draft_gammas + draft, mask=real, other=0)
-    num_drafted = position - tl.load(num_tokens + slot)
+    num_known = tl.load(num_tokens + slot)
+    num_drafted = position - num_known
     drafts = real & (num_drafted < gamma) & (tl.load(row_of + draft) >= 0)
     chosen = tl.load(ids + draft, mask=drafts, other=0)
     token = tl.maximum(chosen, 0)
@@ -184,11 +196,13 @@ def _draft_next(  # type: ignore[no-untyped-def]
         keep,
         row_of,
         choice_positions,
+        choice_places,
         short_tiles,
         table_width,
         short_stride,
         max_position,
         row,
+        num_known,
         BLOCK_SIZE,
         1,
     )
@@ -238,6 +252,7 @@ class DraftKernels:
             inputs.keep,
             choices.row_of,
             choices.positions,
+            choices.places,
             buffers.short_tiles,
             rows.failed,
             step.tables.stride(0),

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from worker.kernels.launch import launch_options
+from worker.kernels.processors import TILE, Processing
 from worker.kernels.sampling_cut import BINS, CAPACITY, CHUNK, CHUNK_BLOCKS, MAX_VOCAB_SIZE
 from worker.kernels.sampling_draw import draw
 from worker.kernels.sampling_scan import FRAME, scan, sort_out
@@ -30,7 +31,7 @@ class SampleInputs:
     """How to sample each kept row of logits, on the device."""
 
     row_of: torch.Tensor  # int32 [capacity], index into the arrays per batch row; -1: not sampled
-    positions: torch.Tensor  # int32 [capacity], absolute index, in its sequence, of the choice
+    processing: Processing  # of [capacity] kept rows, positions of their choices among it
     # Of each batch row:
     inverse_temperature: torch.Tensor  # float32 [max_rows]; 0: greedy
     top_k: torch.Tensor  # int32 [max_rows], 0: off, 1: greedy
@@ -57,11 +58,12 @@ class SampleScratch:
     arrivals: torch.Tensor  # int32 [max_kept], programs that have drawn
     scores: torch.Tensor  # float32 [max_kept, _MAX_PROGRAMS], the best with noise
     ids: torch.Tensor  # int32 [max_kept, _MAX_PROGRAMS], of the best score
+    stage: torch.Tensor  # int32 [programs, TILE], of rows that are processed
     ceilings: torch.Tensor  # int32 [max_kept], the largest key that could be drawn; for tests
 
     @classmethod
     def allocate(cls, max_kept: int, vocab_size: int, device: torch.device) -> SampleScratch:
-        """Scratch of up to `max_kept` rows of logits, about 60 KiB each."""
+        """Scratch of up to `max_kept` rows of logits, about 60 KiB each, and 16 MiB."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(max_kept, *shape, dtype=dtype, device=device)
@@ -81,6 +83,7 @@ class SampleScratch:
             arrivals=empty(),
             scores=empty(_MAX_PROGRAMS, dtype=torch.float32),
             ids=empty(_MAX_PROGRAMS),
+            stage=torch.empty(max(_SCANNING, max_kept), TILE, dtype=torch.int32, device=device),
             ceilings=empty(),
         )
 
@@ -112,7 +115,7 @@ def sample_rows(
     num_blocks = num_chunks * CHUNK_BLOCKS
     padded = triton.next_power_of_2(num_blocks)
     row = (logits, logits.stride(0), inputs.row_of, inputs.inverse_temperature)
-    cuts = (inputs.top_k, inputs.top_p)
+    cuts = (inputs.top_k, inputs.top_p, *inputs.processing.arguments, scratch.stage)
     statistics = (scratch.maxima, scratch.sums, scratch.samples, scratch.masses, scratch.counts)
     near = (scratch.near_keys, scratch.near_ids)
     options = {
@@ -140,7 +143,6 @@ def sample_rows(
         *row,
         *cuts,
         inputs.min_p,
-        inputs.positions,
         inputs.seed_low,
         inputs.seed_high,
         scratch.maxima,
@@ -165,13 +167,16 @@ def sample_rows(
 def reference_sample(
     logits: torch.Tensor, inputs: SampleInputs, *, vocab_size: int
 ) -> torch.Tensor:
-    """What `sample_rows` writes, by worker.sampling.sample: int32 [num_kept]; -2: left as is."""
+    """What `sample_rows` writes, by worker.sampling.sample: int32 [num_kept]; -2: left as is.
+
+    The logits are those that processors left, if any row's request has some.
+    """
     ids = torch.full((logits.shape[0],), -2, dtype=torch.int32)
     rows = inputs.row_of[: logits.shape[0]].tolist()
     kept = [k for k, row in enumerate(rows) if row >= 0]
     if not kept:
         return ids
-    positions = inputs.positions.tolist()
+    positions = inputs.processing.positions.tolist()
     params = params_of(inputs)
     values = logits[:, :vocab_size].detach().cpu().float()
     ids[kept] = torch.tensor(
@@ -218,7 +223,7 @@ def _check(
         raise ValueError(f"a vocabulary of {vocab_size} with {width} logits a row; at most 2**18")
     if logits.stride(1) != 1 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError("logits of bfloat16, float16 or float32, each row contiguous")
-    capacity = min(inputs.row_of.shape[0], inputs.positions.shape[0], out.shape[0])
+    capacity = min(inputs.row_of.shape[0], inputs.processing.positions.shape[0], out.shape[0])
     if num_kept > min(capacity, scratch.maxima.shape[0]) or not out.is_contiguous():
         raise ValueError(f"{num_kept} rows of logits are more than inputs, scratch or out hold")
     if scratch.maxima.shape[1] != triton.cdiv(vocab_size, CHUNK) * CHUNK_BLOCKS:

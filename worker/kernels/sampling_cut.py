@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from worker.kernels.noise import REACH
+from worker.kernels.processors import TILE, logits_of
 
 BLOCK = 128  # tokens whose maximum is kept
 CHUNK_BLOCKS = 16
@@ -17,6 +18,7 @@ CHUNK = BLOCK * CHUNK_BLOCKS  # tokens that are looked at together
 BINS = 1024  # by |z|: the first also holds all that is nearer, the last all that is farther
 CAPACITY = 4096  # tokens of a row that may lie at its cut, at most
 MAX_VOCAB_SIZE = 2**18
+assert CHUNK == TILE
 _BLOCK = tl.constexpr(BLOCK)
 _CHUNK_BLOCKS = tl.constexpr(CHUNK_BLOCKS)
 _CHUNK = tl.constexpr(CHUNK)
@@ -24,7 +26,7 @@ _BINS = tl.constexpr(BINS)
 _CAPACITY = tl.constexpr(CAPACITY)
 _REACH = tl.constexpr(REACH)
 _TILE = tl.constexpr(1024)
-_ROW_TILE = tl.constexpr(2048)
+_ROW_TILE = tl.constexpr(TILE)
 _RANKED = tl.constexpr(256)  # so few tokens are compared each with each
 _AT_ONCE = tl.constexpr(8)
 _NO_KEY = tl.constexpr(0x7F800000)  # infinity's, whose weight is 0; above every cut
@@ -157,7 +159,7 @@ def edge_of(masses, counts, k, top_k, top_p, near, step, is_far, limit):  # type
 
 @triton.jit
 def _survey(  # type: ignore[no-untyped-def]
-    source, n, top, scale, ceiling, OF_LOGITS: tl.constexpr, WEIGH: tl.constexpr
+    source, n, top, scale, ceiling, how, OF_LOGITS: tl.constexpr, WEIGH: tl.constexpr
 ):
     """What keys up to `ceiling` hold (weights, or their number), the largest, the next one."""
     TILE: tl.constexpr = _ROW_TILE if OF_LOGITS else _TILE
@@ -167,8 +169,8 @@ def _survey(  # type: ignore[no-untyped-def]
     for start in range(0, n, TILE):
         i = start + tl.arange(0, TILE)
         if OF_LOGITS:
-            x = tl.load(source + i, mask=i < n, other=float("-inf"))
-            keys = keys_of(x.to(tl.float32), top, scale)
+            x = logits_of(source, i, tl.arange(0, TILE), how, n)
+            keys = keys_of(x, top, scale)
         else:
             keys = tl.load(source + i, mask=i < n, other=_NO_KEY, cache_modifier=".cg")
         inside = keys <= ceiling
@@ -183,18 +185,18 @@ def _survey(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _least_ceiling(  # type: ignore[no-untyped-def]
-    source, n, top, scale, lowest, highest, goal, OF_LOGITS: tl.constexpr, WEIGH: tl.constexpr
+    source, n, top, scale, lowest, highest, goal, how, OF_LOGITS: tl.constexpr, WEIGH: tl.constexpr
 ):
     """The least key from `lowest` up to which keys hold `goal`; `highest` where none does.
 
     Bisection between keys that occur, so it takes about log2 of the number of distinct ones.
     """
-    held, last, following = _survey(source, n, top, scale, highest, OF_LOGITS, WEIGH)
+    held, last, following = _survey(source, n, top, scale, highest, how, OF_LOGITS, WEIGH)
     high = tl.where(held >= goal, last, highest)
     low = tl.where(held >= goal, lowest, highest)
     while low < high:
         middle = low + (high - low) // 2
-        held, last, following = _survey(source, n, top, scale, middle, OF_LOGITS, WEIGH)
+        held, last, following = _survey(source, n, top, scale, middle, how, OF_LOGITS, WEIGH)
         high = tl.where(held >= goal, last, high)
         low = tl.where(held >= goal, low, following)
     return high
@@ -213,23 +215,27 @@ def cut(  # type: ignore[no-untyped-def]
     base_number,
     base_mass,
     total,
+    how,
     OF_LOGITS: tl.constexpr,
 ):
     """The largest key that stays: of top_k (0: off), then of top_p over what that leaves.
 
-    `source` holds `n` keys, or a whole row's logits, beside what the bases stand for, whose keys
-    are smaller. The cut lies between `lowest` and `highest`, or is the latter.
+    `source` holds `n` keys, or a whole row's logits, to be read as `how` says, beside what the
+    bases stand for, whose keys are smaller. The cut lies between `lowest` and `highest`, or is
+    the latter.
     """
     ceiling = highest
     left = total
     if top_k > 0:
         goal = (top_k - base_number).to(tl.int64)
-        ceiling = _least_ceiling(source, n, top, scale, lowest, highest, goal, OF_LOGITS, False)
-        left, _last, _next = _survey(source, n, top, scale, ceiling, OF_LOGITS, True)
+        ceiling = _least_ceiling(
+            source, n, top, scale, lowest, highest, goal, how, OF_LOGITS, False
+        )  # fmt: skip
+        left, _last, _next = _survey(source, n, top, scale, ceiling, how, OF_LOGITS, True)
         left += base_mass
     if top_p < 1.0:
         goal = goal_of(left, top_p) - base_mass
-        ceiling = _least_ceiling(source, n, top, scale, lowest, ceiling, goal, OF_LOGITS, True)
+        ceiling = _least_ceiling(source, n, top, scale, lowest, ceiling, goal, how, OF_LOGITS, True)
     return ceiling
 
 

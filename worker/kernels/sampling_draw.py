@@ -10,6 +10,7 @@ import triton.language as tl
 
 from worker.kernels.launch import begin
 from worker.kernels.noise import REACH, gumbel, hash_tokens, log, row_keys
+from worker.kernels.processors import logits_of, reading
 from worker.kernels.sampling_cut import (
     BINS,
     CAPACITY,
@@ -69,8 +70,17 @@ def draw(  # type: ignore[no-untyped-def]
     inverse_temperature,
     top_k,
     top_p,
-    min_p,
+    asked,
+    asked_stride,
+    slots,
+    places,
     positions,
+    marks,
+    marks_width,
+    history,
+    history_width,
+    stage,
+    min_p,
     seed_low,
     seed_high,
     maxima,
@@ -114,6 +124,10 @@ def draw(  # type: ignore[no-untyped-def]
     limit = _limit_of(tl.load(min_p + row))
     position = tl.load(positions + k)
     key_1, key_2 = row_keys(tl.load(seed_low + row), tl.load(seed_high + row), position)
+    how = reading(
+        k, row, asked, asked_stride, slots, places, positions,
+        marks, marks_width, history, history_width, stage,
+    )  # fmt: skip
     source = logits + k.to(tl.int64) * stride
     base_number = tl.full((), 0, tl.int32)
     base_mass = tl.full((), 0, tl.int64)
@@ -144,8 +158,8 @@ def draw(  # type: ignore[no-untyped-def]
         own_id = tl.full((_CHUNK,), _NO_ID, tl.int32)
         for tile in range(tl.program_id(1), tl.cdiv(number, _CHUNK_BLOCKS), tl.num_programs(1)):
             tokens = tokens_of(picked, k, tile, number, NUM_BLOCKS)
-            x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-            keys = keys_of(x.to(tl.float32), top, scale)
+            x = logits_of(source, tokens, tl.arange(0, _CHUNK), how, vocab_size)
+            keys = keys_of(x, top, scale)
             bins = bins_of(keys, near, step)
             noise = gumbel(hash_tokens(tokens, key_1, key_2))
             score = noise - keys.to(tl.float32, bitcast=True)
@@ -186,7 +200,7 @@ def draw(  # type: ignore[no-untyped-def]
                 else:
                     ceiling = cut(
                         own_keys, n, top, scale, lowest, highest,
-                        most, share, base_number, base_mass, total, False,
+                        most, share, base_number, base_mass, total, how, False,
                     )  # fmt: skip
                 ceiling = tl.minimum(ceiling, limit)
                 for start in range(0, n, _TILE):
@@ -201,13 +215,13 @@ def draw(  # type: ignore[no-untyped-def]
                 # More tokens at the cut than the list holds: the whole row, by one program.
                 ceiling = cut(
                     source, vocab_size, top, scale, lowest, highest,
-                    most, share, 0, 0, total, True,
+                    most, share, 0, 0, total, how, True,
                 )  # fmt: skip
                 ceiling = tl.minimum(ceiling, limit)
                 for start in range(0, vocab_size, _CHUNK):
                     tokens = start + tl.arange(0, _CHUNK)
-                    x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                    keys = keys_of(x.to(tl.float32), top, scale)
+                    x = logits_of(source, tokens, tl.arange(0, _CHUNK), how, vocab_size)
+                    keys = keys_of(x, top, scale)
                     noise = gumbel(hash_tokens(tokens, key_1, key_2))
                     score = noise - keys.to(tl.float32, bitcast=True)
                     score = tl.where(keys <= ceiling, score, float("-inf"))

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from worker.kernels.launch import begin
 from worker.kernels.noise import REACH
+from worker.kernels.processors import few_logits_of, logits_of, reading
 from worker.kernels.sampling_cut import (
     BINS,
     BLOCK,
@@ -49,6 +50,16 @@ def scan(  # type: ignore[no-untyped-def]
     inverse_temperature,
     top_k,
     top_p,
+    asked,
+    asked_stride,
+    slots,
+    places,
+    positions,
+    marks,
+    marks_width,
+    history,
+    history_width,
+    stage,
     maxima,
     sums,
     samples,
@@ -80,26 +91,28 @@ def scan(  # type: ignore[no-untyped-def]
         tl.store(arrivals + k, 0)
     if is_binned:
         for start in range(tl.program_id(1) * _BLOCK, _BINS, tl.num_programs(1) * _BLOCK):
-            places = k * _BINS + start + tl.arange(0, _BLOCK)
-            tl.store(masses + places, tl.zeros((_BLOCK,), tl.int64))
-            tl.store(counts + places, tl.zeros((_BLOCK,), tl.int32))
+            at = k * _BINS + start + tl.arange(0, _BLOCK)
+            tl.store(masses + at, tl.zeros((_BLOCK,), tl.int64))
+            tl.store(counts + at, tl.zeros((_BLOCK,), tl.int32))
+    how = reading(
+        k, row, asked, asked_stride, slots, places, positions,
+        marks, marks_width, history, history_width, stage,
+    )  # fmt: skip
     source = logits + k.to(tl.int64) * stride
     for chunk in range(tl.program_id(1), NUM_BLOCKS // _CHUNK_BLOCKS, tl.num_programs(1)):
         blocks = chunk * _CHUNK_BLOCKS + tl.arange(0, _CHUNK_BLOCKS)
         tokens = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-        x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-        x = x.to(tl.float32)
+        x = logits_of(source, tokens, tokens - chunk * _CHUNK, how, vocab_size)
         x = tl.where(x == x, x, float("inf"))  # NaN alone differs from itself
         best = tl.max(x, 1)
-        places = k * NUM_BLOCKS + blocks
-        tl.store(maxima + places, best)
+        at = k * NUM_BLOCKS + blocks
+        tl.store(maxima + at, best)
         if is_binned:
             base = tl.where(tl.abs(best) < float("inf"), best, 0.0)
             weights = tl.exp((x - base[:, None]) * scale)
-            tl.store(sums + places, tl.sum(weights, 1))
+            tl.store(sums + at, tl.sum(weights, 1))
             firsts = blocks * _BLOCK
-            first = tl.load(source + firsts, mask=firsts < vocab_size, other=float("-inf"))
-            tl.store(samples + places, first.to(tl.float32))
+            tl.store(samples + at, few_logits_of(source, firsts, how, vocab_size))
 
 
 @triton.jit
@@ -152,6 +165,16 @@ def sort_out(  # type: ignore[no-untyped-def]
     inverse_temperature,
     top_k,
     top_p,
+    asked,
+    asked_stride,
+    slots,
+    places,
+    positions,
+    marks,
+    marks_width,
+    history,
+    history_width,
+    stage,
     maxima,
     sums,
     samples,
@@ -184,6 +207,10 @@ def sort_out(  # type: ignore[no-untyped-def]
     is_cut = (is_top_k | (share < 1.0)) & (is_greedy(scale, most) == 0)
     is_first = tl.program_id(1) == 0
     if is_first | is_cut:
+        how = reading(
+            k, row, asked, asked_stride, slots, places, positions,
+            marks, marks_width, history, history_width, stage,
+        )  # fmt: skip
         source = logits + k.to(tl.int64) * stride
         i = tl.arange(0, PADDED)
         at = k * NUM_BLOCKS + i
@@ -195,8 +222,8 @@ def sort_out(  # type: ignore[no-untyped-def]
             if is_greedy(scale, most) | (is_usable == 0):
                 block = tl.min(tl.where(maximum == top, i, PADDED), 0)
                 tokens = block * _BLOCK + tl.arange(0, _BLOCK)
-                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                best = tl.min(tl.where(x.to(tl.float32) == top, tokens, _NO_ID), 0)
+                x = few_logits_of(source, tokens, how, vocab_size)
+                best = tl.min(tl.where(x == top, tokens, _NO_ID), 0)
                 tl.store(out + k, tl.where(is_usable, best, _UNUSABLE))
         if is_cut & is_usable:
             near = tl.full((), 0.0, tl.float32)
@@ -227,8 +254,8 @@ def sort_out(  # type: ignore[no-untyped-def]
             front_number = tl.zeros((), tl.int32)
             for tile in range(tl.program_id(1), tl.cdiv(number, _CHUNK_BLOCKS), tl.num_programs(1)):
                 tokens = tokens_of(picked, k, tile, number, NUM_BLOCKS)
-                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                keys = keys_of(x.to(tl.float32), top, scale)
+                x = logits_of(source, tokens, tl.arange(0, _CHUNK), how, vocab_size)
+                keys = keys_of(x, top, scale)
                 if is_list:
                     append(near_keys, near_ids, found, k, keys, tokens, keys <= end)
                 else:
@@ -237,11 +264,11 @@ def sort_out(  # type: ignore[no-untyped-def]
                     front += tl.where(bins == 0, weights, 0)
                     rest += tl.where(bins == _BINS - 1, weights, 0)
                     inside = (bins > 0) & (bins < _BINS - 1)
-                    places = k * _BINS + bins
-                    tl.atomic_add(masses + places, weights, mask=inside, sem="relaxed")
+                    to = k * _BINS + bins
+                    tl.atomic_add(masses + to, weights, mask=inside, sem="relaxed")
                     if is_top_k:
                         front_number += tl.sum((bins == 0).to(tl.int32), 0)
-                        tl.atomic_add(counts + places, 1, mask=inside, sem="relaxed")
+                        tl.atomic_add(counts + to, 1, mask=inside, sem="relaxed")
             if is_list == 0:
                 first = masses + k * _BINS
                 tl.atomic_add(first, tl.sum(front, 0), sem="relaxed")

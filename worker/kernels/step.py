@@ -17,6 +17,7 @@ import triton.language as tl
 from worker.kernels.attention_inputs import LONG_HEIGHT
 from worker.kernels.inputs import ForwardInputs, InputBuffers
 from worker.kernels.launch import begin, launch_options
+from worker.kernels.processors import marks_width
 
 # Of a row: accepted drafts, up to 9 chosen ids; last, drafts verified, whether its draft failed.
 RESULT_WIDTH = 16
@@ -39,6 +40,7 @@ class Field(IntEnum):
     SHORT_TILE = 7  # -1: it has long tiles
     LONG_TILE = 8  # index of the first; -1: it has a short tile
     FORCED = 9  # drafts to take as accepted; -1: those that equal the target's samples
+    NUM_PROMPT = 10  # of the kept logits, the first: of prompt tokens, of which nothing is chosen
 
 
 NUM_FIELDS = len(Field)
@@ -50,13 +52,17 @@ class RowState:
 
     tokens: torch.Tensor  # int32 [num_slots, width]: prompt, output, and drafts beyond
     num_tokens: torch.Tensor  # int32 [num_slots], drafts left out
+    marks: torch.Tensor  # int32 [num_slots, marks_width(vocab_size)]; of rows that are processed
 
     @classmethod
-    def allocate(cls, num_slots: int, width: int, device: torch.device) -> RowState:
-        """Empty slots for rows of up to `width` tokens, drafts included."""
+    def allocate(
+        cls, num_slots: int, width: int, vocab_size: int, device: torch.device
+    ) -> RowState:
+        """Empty slots for rows of up to `width` tokens, drafts included, 4 bytes an id each."""
         return cls(
             tokens=torch.zeros(num_slots, width, dtype=torch.int32, device=device),
             num_tokens=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            marks=torch.zeros(num_slots, marks_width(vocab_size), dtype=torch.int32, device=device),
         )
 
 
@@ -64,8 +70,10 @@ class RowState:
 class Choices:
     """Of every kept logit row: which row of the batch it is of, and what was chosen."""
 
-    row_of: torch.Tensor  # int32 [max_kept], -1: padding
-    positions: torch.Tensor  # int32 [max_kept], of the token chosen
+    owners: torch.Tensor  # int32 [max_kept], that row; -1: padding
+    row_of: torch.Tensor  # int32 [max_kept], the same where a token is chosen, else -1
+    positions: torch.Tensor  # int32 [max_kept], of the token chosen, or of the prompt's
+    places: torch.Tensor  # int32 [max_kept], drafts of its step before it
     ids: torch.Tensor  # int32 [max_kept]
 
     @classmethod
@@ -75,7 +83,13 @@ class Choices:
         def filled() -> torch.Tensor:
             return torch.full((max_kept,), -1, dtype=torch.int32, device=device)
 
-        return cls(row_of=filled(), positions=filled(), ids=filled())
+        return cls(
+            owners=filled(),
+            row_of=filled(),
+            positions=filled(),
+            places=filled(),
+            ids=filled(),
+        )
 
 
 @triton.jit
@@ -89,8 +103,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     positions,
     slots,
     keep,
+    owners,
     row_of,
     choice_positions,
+    choice_places,
     short_tiles,
     long_tiles,
     bases,
@@ -124,6 +140,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         pad = (i >= tl.load(header + 2)) & (i < num_kept_inputs)
         tl.store(keep + i, tl.zeros((PADDING,), tl.int64), mask=pad)
         tl.store(row_of + i, tl.full((PADDING,), -1, tl.int32), mask=pad)
+        tl.store(owners + i, tl.full((PADDING,), -1, tl.int32), mask=pad)
         none = tl.zeros((PADDING,), tl.int32)
         pad = (i >= tl.load(header + 3)) & (i < num_short)
         tl.store(short_tiles + 2 * short_stride + i, none, mask=pad)
@@ -140,6 +157,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         num_kept = tl.load(field + 6 * fields_stride)
         short = tl.load(field + 7 * fields_stride)
         long = tl.load(field + 8 * fields_stride)
+        num_prompt = tl.load(field + 10 * fields_stride)
         first = tl.where(first < 0, tl.load(num_tokens + slot) - 1, first)
         state = tokens + slot.to(tl.int64) * state_width
         blocks = tables + table.to(tl.int64) * table_width
@@ -162,12 +180,16 @@ def _prepare(  # type: ignore[no-untyped-def]
             block = tl.load(blocks + index, mask=real & (index < table_width), other=-1)
             place = tl.where(block < 0, -1, block * BLOCK_SIZE + position % BLOCK_SIZE)
             tl.store(slots + token + at, place, mask=real)
-        wanted = i < num_kept
-        last = count - num_kept + i
-        tl.store(keep + kept_at + i, (token + last).to(tl.int64), mask=wanted)
-        tl.store(row_of + kept_at + i, tl.zeros((BLOCK,), tl.int32) + row, mask=wanted)
-        tl.store(choice_positions + kept_at + i, first + last + 1, mask=wanted)
-        tl.store(bases + row, first + count - num_kept + 1)
+        for start in range(0, num_kept, BLOCK):
+            at = start + i
+            wanted = at < num_kept
+            last = count - num_kept + at
+            tl.store(keep + kept_at + at, (token + last).to(tl.int64), mask=wanted)
+            tl.store(owners + kept_at + at, tl.zeros((BLOCK,), tl.int32) + row, mask=wanted)
+            tl.store(row_of + kept_at + at, tl.where(at < num_prompt, -1, row), mask=wanted)
+            tl.store(choice_positions + kept_at + at, first + last + 1, mask=wanted)
+            tl.store(choice_places + kept_at + at, at - num_prompt, mask=wanted)
+        tl.store(bases + row, first + count - num_kept + num_prompt + 1)
         if short >= 0:
             tl.store(short_tiles + short, table)
             tl.store(short_tiles + short_stride + short, token)
@@ -190,9 +212,12 @@ def _accept(  # type: ignore[no-untyped-def]
     bases,
     tokens,
     num_tokens,
+    marks,
+    asked,
     failed,
     results,
     state_width,
+    marks_width,
     fields_stride,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
@@ -206,6 +231,9 @@ def _accept(  # type: ignore[no-untyped-def]
         kept_at = tl.load(field + 5 * fields_stride)
         num_kept = tl.load(field + 6 * fields_stride)
         forced = tl.load(field + 9 * fields_stride)
+        num_prompt = tl.load(field + 10 * fields_stride)
+        kept_at += num_prompt
+        num_kept -= num_prompt
         base = tl.load(bases + row)
         state = tokens + slot.to(tl.int64) * state_width + base
         i = tl.arange(0, WIDTH)
@@ -216,6 +244,10 @@ def _accept(  # type: ignore[no-untyped-def]
         if num_kept > 0:
             tl.store(state + i, tl.maximum(chosen, 0), mask=i <= num_accepted)
             tl.store(num_tokens + slot, base + num_accepted + 1)
+            if tl.load(asked + row) != 0:  # its logits are processed: what it says is counted
+                own = marks + slot.to(tl.int64) * marks_width
+                said = i <= num_accepted
+                tl.atomic_add(own + tl.maximum(chosen, 0), 1, mask=said, sem="relaxed")
             result = results + row * WIDTH
             tl.store(result + i, tl.zeros((WIDTH,), tl.int32) + num_accepted, mask=i == 0)
             tl.store(result + 1 + i, chosen, mask=i < num_kept)
@@ -231,6 +263,7 @@ class StagedRows:
     # int32 [8]: rows, tokens, kept, short tiles, long tiles, drafting rows, drafts to be verified
     header: torch.Tensor
     fields: torch.Tensor  # int32 [NUM_FIELDS, max_rows]
+    asked: torch.Tensor  # int32 [NUM_ASKED, max_rows]
     bases: torch.Tensor  # int32 [max_rows]: position of a row's first choice
     failed: torch.Tensor  # int32 [max_rows]: 1 where the draft's logits were no numbers
 
@@ -271,8 +304,10 @@ class StepKernels:
             inputs.positions,
             inputs.attention.slots,
             inputs.keep,
+            choices.owners,
             choices.row_of,
             choices.positions,
+            choices.places,
             buffers.short_tiles,
             buffers.long_tiles,
             rows.bases,
@@ -306,9 +341,12 @@ class StepKernels:
             rows.bases,
             self.state.tokens,
             self.state.num_tokens,
+            self.state.marks,
+            rows.asked,
             rows.failed,
             results,
             self.state.tokens.stride(0),
+            self.state.marks.stride(0),
             rows.fields.stride(0),
             WIDTH=RESULT_WIDTH,
             num_warps=1,

@@ -21,6 +21,7 @@ class Row:
     num_kept: int
     is_short: bool
     table: Sequence[int]  # block ids
+    num_prompt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,10 @@ class Layout:
     positions: list[int]
     slots: list[int]
     keep: list[int]
+    owners: list[int]
     row_of: list[int]
     choice_positions: list[int]
+    choice_places: list[int]
     short_tiles: list[tuple[int, int, int, int]]
     long_tiles: list[tuple[int, int, int, int]]
     bases: list[int]
@@ -45,8 +48,10 @@ def reference_prepare(rows: Sequence[Row], state: RowState, block_size: int) -> 
         positions=[],
         slots=[],
         keep=[],
+        owners=[],
         row_of=[],
         choice_positions=[],
+        choice_places=[],
         short_tiles=[],
         long_tiles=[],
         bases=[],
@@ -59,9 +64,11 @@ def reference_prepare(rows: Sequence[Row], state: RowState, block_size: int) -> 
         out.slots.extend(row.table[p // block_size] * block_size + p % block_size for p in span)
         kept = range(row.count - row.num_kept, row.count)
         out.keep.extend(token + at for at in kept)
-        out.row_of.extend(index for _ in kept)
+        out.owners.extend(index for _ in kept)
+        out.row_of.extend([-1] * row.num_prompt + [index] * (row.num_kept - row.num_prompt))
         out.choice_positions.extend(first + at + 1 for at in kept)
-        out.bases.append(first + row.count - row.num_kept + 1)
+        out.choice_places.extend(place - row.num_prompt for place in range(row.num_kept))
+        out.bases.append(first + row.count - row.num_kept + row.num_prompt + 1)
         if row.is_short:
             out.short_tiles.append((index, token, row.count, first))
             continue

@@ -8,6 +8,7 @@ import pytest
 
 from nightjar.errors import EngineFailure
 from worker.config import WorkerConfig
+from worker.engine.plan import MAX_SCORED
 from worker.gpu.buckets import Buckets
 from worker.gpu.placing import buckets_of
 
@@ -33,7 +34,8 @@ def test_every_step_within_the_limits_has_a_size(seed: int) -> None:
         prompt = rng.randint(0, room) if prompts else 0
         if not decode + prompt:
             continue
-        num_kept = decode + drafts + rng.randint(0, min(prompts, prompt))
+        scored = rng.randint(0, min(MAX_SCORED, prompt))
+        num_kept = decode + drafts + scored + rng.randint(0, min(prompts, prompt - scored))
         num_tokens = decode + drafts + prompt
         size = buckets.token_bucket(num_tokens, has_prompt=prompt > 0)
         kept = buckets.kept_bucket(num_kept, size) if prompt else size
@@ -60,4 +62,5 @@ def test_a_worker_that_drafts_nothing_has_no_sizes_for_drafts() -> None:
     )
     assert buckets_of(config).decode[-1] == 384
     none = WorkerConfig(**{**vars(config), "proposer": "none"})
-    assert buckets_of(none).decode[-1] == buckets_of(none).max_kept == 64
+    assert buckets_of(none).decode[-1] == 64
+    assert buckets_of(none).max_kept == 64 + MAX_SCORED

@@ -194,7 +194,7 @@ def test_graph_replays_with_new_logits() -> None:
     graph = captured(logits, inputs, scratch, out, 1)
     for turn in range(3):
         logits.copy_(text_logits(n, seed=20 + turn))
-        inputs.positions.fill_(turn)
+        inputs.processing.positions.fill_(turn)
         inputs.row_of.copy_(torch.tensor([*range(turn, n), *range(turn)]))
         graph.replay()
         order = [*range(turn, n), *range(turn)]

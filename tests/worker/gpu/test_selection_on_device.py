@@ -15,7 +15,7 @@ from worker.gpu.staging import Stage
 from worker.kernels.draft_scores import MAX_DRAFTS, DraftScores, reference_scores
 from worker.kernels.sampling import SampleInputs, SampleScratch, sample_rows
 from worker.kernels.selection import reference_select, select
-from worker.kernels.step import NUM_VERIFIED, Choices, RowState, StagedRows, StepKernels
+from worker.kernels.step import NUM_VERIFIED, Choices, RowState, StagedRows
 from worker.messages import SamplingParams
 
 # ---- scores ----
@@ -32,23 +32,27 @@ class Scorer:
         self.choices = Choices.allocate(num_rows, DEVICE)
         self.choices.row_of.copy_(torch.tensor(row_of))
         self.inputs = dataclasses.replace(
-            self.inputs, row_of=self.choices.row_of, positions=self.choices.positions
+            self.inputs,
+            row_of=self.choices.row_of,
+            processing=dataclasses.replace(
+                self.inputs.processing,
+                positions=self.choices.positions,
+                slots=torch.arange(num_slots, dtype=torch.int32, device=DEVICE).flip(0),
+            ),
         )
         self.scratch = SampleScratch.allocate(num_rows, vocab_size, DEVICE)
         self.scores = DraftScores(num_slots, vocab_size, DEVICE)
         self.scores.scores.fill_(float("nan"))
         self.scores._sums.fill_(float("nan"))
-        state = RowState.allocate(num_slots, 64, DEVICE)
+        state = RowState.allocate(num_slots, 64, vocab_size, DEVICE)
         state.num_tokens.fill_(self.num_tokens)
-        self.step = StepKernels(state, state.tokens, block_size=16, max_position=63)
-        self.staged = Stage(max_rows=num_slots, table_width=1, device=DEVICE).rows
-        self.staged.fields[0].copy_(torch.arange(num_slots).flip(0))  # slots
+        self.state = state
 
     def add(self, logits: torch.Tensor, at: int) -> SampleInputs:
         """Sample and score every row's draft number `at`; what it was sampled by."""
         self.choices.positions.fill_(self.num_tokens + at)
         sample_rows(logits, self.inputs, self.scratch, self.choices.ids, vocab_size=self.vocab_size)
-        self.scores.add(logits, self.inputs, self.scratch, self.choices, self.staged, self.step)
+        self.scores.add(logits, self.inputs, self.scratch, self.choices.ids, self.state)
         return self.inputs
 
 

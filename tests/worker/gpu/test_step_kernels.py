@@ -11,6 +11,7 @@ from worker.gpu.device_rows import Shape
 from worker.gpu.staging import Stage
 from worker.kernels.draft_step import DraftKernels
 from worker.kernels.inputs import InputBuffers
+from worker.kernels.processors import Asked
 from worker.kernels.step import RESULT_WIDTH, Choices, RowState, StepKernels
 from worker.kernels.step_reference import Row, reference_accept, reference_prepare
 
@@ -24,7 +25,7 @@ class Rig:
     def __init__(self, seed: int, num_slots: int = SLOTS) -> None:
         self.rng = random.Random(seed)
         self.stage = Stage(max_rows=num_slots, table_width=WIDTH, device=DEVICE)
-        self.state = RowState.allocate(num_slots, WIDTH * SIZE + RESULT_WIDTH, DEVICE)
+        self.state = RowState.allocate(num_slots, WIDTH * SIZE + RESULT_WIDTH, 4000, DEVICE)
         generator = torch.Generator().manual_seed(seed)
         shape = self.state.tokens.shape
         self.state.tokens.copy_(torch.randint(1000, shape, generator=generator))
@@ -51,7 +52,13 @@ class Rig:
         host, shape = self.stage.next_host(), Shape()
         for index, row in enumerate(rows):
             shape.add(
-                row.slot, index, row.count, row.first, num_kept=row.num_kept, is_short=row.is_short
+                row.slot,
+                index,
+                row.count,
+                row.first,
+                num_kept=row.num_kept,
+                is_short=row.is_short,
+                num_prompt=row.num_prompt,
             )
             host.tables[index] = row.table
         shape.write(host.header, host.fields)
@@ -72,9 +79,16 @@ def _rows(rig: Rig) -> list[Row]:
         else:
             count = rig.rng.choice([1, 15, 16, 17, 31])
             first = rig.rng.choice([0, 3, 16, 40])
-            kept = rig.rng.randint(0, 1)
+            samples = rig.rng.randint(0, 1)
+            prompts = rig.rng.choice([0, rig.rng.randint(0, count - samples)])
             row = Row(
-                slot=slot, count=count, first=first, num_kept=kept, is_short=False, table=table
+                slot=slot,
+                count=count,
+                first=first,
+                num_kept=prompts + samples,
+                is_short=False,
+                table=table,
+                num_prompt=prompts,
             )
         rows.append(row)
     return rows
@@ -86,7 +100,7 @@ def test_prepare_lays_out_what_the_reference_does_and_pads_the_rest(seed: int) -
     rig = Rig(seed)
     rows = _rows(rig)
     shape = rig.stage_rows(rows)
-    inputs = rig.buffers.view(96, 32, short_height=16, has_long=True)
+    inputs = rig.buffers.view(96, 96, short_height=16, has_long=True)
     rig.kernels.prepare(rig.stage.rows, inputs, rig.buffers, rig.choices)
     expected = reference_prepare(rows, rig.state, SIZE)
     count, kept = shape.num_tokens, shape.num_kept
@@ -94,13 +108,16 @@ def test_prepare_lays_out_what_the_reference_does_and_pads_the_rest(seed: int) -
     assert inputs.positions[:count].tolist() == expected.positions
     assert inputs.attention.slots[:count].tolist() == expected.slots
     assert inputs.keep[:kept].tolist() == expected.keep
+    assert rig.choices.owners[:kept].tolist() == expected.owners
     assert rig.choices.row_of[:kept].tolist() == expected.row_of
     assert rig.choices.positions[:kept].tolist() == expected.choice_positions
+    assert rig.choices.places[:kept].tolist() == expected.choice_places
     assert rig.stage.rows.bases[: len(rows)].tolist() == expected.bases
     assert (inputs.input_ids[count:] == 0).all()
     assert (inputs.attention.slots[count:] == -1).all()
     assert (inputs.keep[kept:] == 0).all()
-    assert (rig.choices.row_of[kept:32] == -1).all()
+    assert (rig.choices.row_of[kept:] == -1).all()
+    assert (rig.choices.owners[kept:] == -1).all()
     short, long = inputs.attention.lists
     for tiles, wanted in ((short, expected.short_tiles), (long, expected.long_tiles)):
         columns = (tiles.rows, tiles.first_tokens, tiles.num_queries, tiles.first_positions)
@@ -111,26 +128,40 @@ def test_prepare_lays_out_what_the_reference_does_and_pads_the_rest(seed: int) -
 
 @pytest.mark.parametrize("seed", range(4))
 def test_accept_keeps_drafts_while_they_equal_the_samples(seed: int) -> None:
-    """State and results move on as the reference says, for rows that sample and only those."""
+    """State, counts and results move on as the reference says, for rows that sample alone."""
     rig = Rig(seed)
     rows = _rows(rig)
     shape = rig.stage_rows(rows)
-    inputs = rig.buffers.view(96, 32, short_height=16, has_long=True)
+    inputs = rig.buffers.view(96, 96, short_height=16, has_long=True)
     rig.kernels.prepare(rig.stage.rows, inputs, rig.buffers, rig.choices)
     expected = reference_prepare(rows, rig.state, SIZE)
     chosen: list[list[int]] = []
     for row, base in zip(rows, expected.bases, strict=True):
-        drafts = rig.state.tokens[row.slot, base : base + max(0, row.num_kept - 1)].tolist()
+        drafts = rig.state.tokens[row.slot, base : base + max(0, row.num_kept - row.num_prompt - 1)]
+        drafts = drafts.tolist()
         same = rig.rng.randint(0, len(drafts))
         ids = drafts[:same] + [rig.rng.randrange(2000, 3000) for _ in range(len(drafts) - same + 1)]
         if rig.rng.random() < 0.2:
             ids[-1] = -1
-        chosen.append(ids[: row.num_kept])
-    flat = [token for ids in chosen for token in ids]
+        chosen.append(ids[: row.num_kept - row.num_prompt])
+    flat = [
+        token
+        for row, ids in zip(rows, chosen, strict=True)
+        for token in [77] * row.num_prompt + ids
+    ]
     rig.choices.ids[: len(flat)] = torch.tensor(flat, dtype=torch.int32, device=DEVICE)
-    copy = RowState(tokens=rig.state.tokens.clone(), num_tokens=rig.state.num_tokens.clone())
+    shape_of_marks = rig.state.marks.shape
+    copy = RowState(
+        tokens=rig.state.tokens.clone(),
+        num_tokens=rig.state.num_tokens.clone(),
+        marks=torch.randint(2**30, shape_of_marks, generator=torch.Generator().manual_seed(1))
+        .int()
+        .to(DEVICE),
+    )
     results = torch.full((SLOTS, RESULT_WIDTH), -9, dtype=torch.int32, device=DEVICE)
     rig.stage.rows.failed[0] = 1
+    rig.stage.rows.asked[Asked.CHANGES, ::2] = 1  # these rows' tokens are counted
+    rig.state.marks.copy_(copy.marks)
     rig.kernels.accept(rig.stage.rows, rig.choices, results, capacity=SLOTS)
     for index, (row, base, ids) in enumerate(zip(rows, expected.bases, chosen, strict=True)):
         if not ids:
@@ -140,10 +171,39 @@ def test_accept_keeps_drafts_while_they_equal_the_samples(seed: int) -> None:
         assert results[index, 0] == num_accepted
         assert results[index, 1 : 2 + num_accepted].tolist() == kept
         assert results[index, RESULT_WIDTH - 1] == (index == 0)
+        for token in kept if index % 2 == 0 else []:
+            copy.marks[row.slot, max(token, 0)] += 1
     assert torch.equal(rig.state.tokens, copy.tokens)
     assert torch.equal(rig.state.num_tokens, copy.num_tokens)
+    assert torch.equal(rig.state.marks, copy.marks)
     assert shape.num_kept == len(flat)
     assert not rig.stage.rows.failed.any()
+
+
+def test_a_long_chunk_of_a_prompt_keeps_all_of_its_logits() -> None:
+    """More logits than a row's programs lay out at once."""
+    rig = Rig(7, num_slots=1)
+    rig.buffers = InputBuffers(
+        max_tokens=320, max_rows=1, table_width=WIDTH, num_partial_floats=1, device=DEVICE
+    )
+    rig.choices = Choices.allocate(320, DEVICE)
+    row = Row(
+        slot=0,
+        count=300,
+        first=0,
+        num_kept=299,
+        is_short=False,
+        table=rig.tables[0],
+        num_prompt=298,
+    )
+    rig.stage_rows([row])
+    inputs = rig.buffers.view(304, 304, short_height=2, has_long=True)
+    rig.kernels.prepare(rig.stage.rows, inputs, rig.buffers, rig.choices)
+    assert inputs.keep[:299].tolist() == list(range(1, 300))
+    assert rig.choices.row_of[:304].tolist() == [-1] * 298 + [0] + [-1] * 5
+    assert rig.choices.owners[:304].tolist() == [0] * 299 + [-1] * 5
+    assert rig.choices.positions[:299].tolist() == list(range(2, 301))
+    assert rig.choices.places[298] == 0
 
 
 def test_the_drafts_loop_feeds_two_tokens_then_each_draft_until_a_row_has_its_own() -> None:
@@ -179,6 +239,7 @@ def test_the_drafts_loop_feeds_two_tokens_then_each_draft_until_a_row_has_its_ow
         assert rig.choices.positions[at] == length
     assert two.keep.tolist() == [1, 3, 5, 7]
     assert rig.choices.row_of[:4].tolist() == [1, 2, 3, -1]
+    assert rig.choices.places[:3].tolist() == [0, 0, 0]
     assert two.attention.lists[0].num_queries.tolist() == [2, 2, 2, 0]
     assert (two.attention.slots[6:] == -1).all()
     for step in range(3):
@@ -196,6 +257,7 @@ def test_the_drafts_loop_feeds_two_tokens_then_each_draft_until_a_row_has_its_ow
             if on:
                 assert one.input_ids[at] == max(ids[at], 0)
                 assert one.positions[at] == length + step
+                assert rig.choices.places[at] == step + 1
     drafts = [
         rig.state.tokens[slot, length : length + gamma].tolist()
         for slot, length, gamma in zip(slots, lengths, gammas, strict=True)
