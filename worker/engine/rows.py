@@ -224,6 +224,7 @@ class Rows:
             assert sequence.status is SequenceStatus.RUNNING
             assert num_computed <= len(sequence.block_table) * size
             assert num_tokens < sequence.max_num_tokens
+            assert num_tokens == sequence.num_prompt_tokens or sequence.num_unscored == 0
             self._check_flight(sequence)
             if sequence.phase == "decode":
                 assert num_computed == num_tokens - 1

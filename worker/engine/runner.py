@@ -210,10 +210,12 @@ def _raw(plan: Plan, inputs: _Inputs, logits: torch.Tensor) -> dict[int, Float32
 
 def _read(row: PlannedRow, lines: Float32s, result: RowResult) -> None:
     """The log-probabilities of a row's new tokens."""
-    num_tokens = len(result.token_ids)
-    if not result.error:
-        num_top = row.sequence.params.num_logprobs
-        result.logprobs = TokenLogprobs(*read(lines[:num_tokens], result.token_ids, num_top))
+    lines = lines[: len(result.token_ids)]
+    if result.error or not _are_numbers(lines):
+        result.error = NOT_NUMBERS
+        return
+    num_top = row.sequence.params.num_logprobs
+    result.logprobs = TokenLogprobs(*read(lines, result.token_ids, num_top))
 
 
 def _are_numbers(lines: Float32s) -> bool:

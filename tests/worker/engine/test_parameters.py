@@ -47,9 +47,8 @@ def answers(
     [
         {"repetition_penalty": 1.1},
         {"repetition_penalty": 0.7, "temperature": 1.0},
-        {"presence_penalty": 1.5},
         {"frequency_penalty": -2.0, "temperature": 0.8},
-        {"logit_bias": ((0, 3.0), (39, -100.0)), "temperature": 1.0, "top_p": 0.9},
+        {"presence_penalty": 1.5, "logit_bias": ((0, 3.0), (39, -100.0)), "top_p": 0.9},
         {**EVERYTHING, "temperature": 0.9, "top_k": 20, "min_p": 0.01},
     ],
     ids=str,
@@ -88,14 +87,14 @@ def test_no_stop_before_min_tokens(depth: int) -> None:
     """EOS, wherever plain decoding would end, is masked until min_tokens and allowed after."""
     target, _ = fakes(None)
     free, _ = oracle(target, TEXT, params(max_tokens=30))
-    for k in (0, 3, 7):
+    for k in (0, 3):
         for how in ("eos", "stop id"):
             eos = (free[k],) if how == "eos" else ()
             sampling = params(max_tokens=40, min_tokens=8, stop_token_ids=() if eos else (free[k],))
             expected, reason = oracle(target, TEXT, sampling, eos_token_ids=eos)
             assert free[k] not in expected[:8]
             for draft in DRAFTS:
-                for gamma in (0, 1, 4, 5):
+                for gamma in (0, 1, 5):
                     rig = Rig(*fakes(draft), gamma=gamma, eos_token_ids=eos, depth=depth)
                     rig.submit(0, TEXT, sampling)
                     rig.run()
@@ -127,16 +126,17 @@ def test_min_tokens_beyond_the_context_end_with_it(gamma: int) -> None:
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_what_is_delivered_is_what_is_counted(draft: Kind, depth: int) -> None:
     """For every max_tokens and gamma: tokens, log-probabilities and usage agree; length."""
-    for max_tokens in range(1, 13):
-        for gamma in range(1, 9):
-            target, model = fakes(draft)
-            rig = Rig(target, model, gamma=gamma, depth=depth)
-            rig.submit(0, TEXT[:3], params(max_tokens=max_tokens, num_logprobs=1))
-            rig.run()
-            counts = (len(rig.tokens(0)), len(rig.answers[0].logprobs.chosen))
-            assert counts == (max_tokens, max_tokens)
-            assert rig.end(0).usage.num_completion_tokens == max_tokens
-            assert rig.end(0).reason == "length"
+    for gamma in range(1, 9):
+        target, model = fakes(draft)
+        rig = Rig(target, model, gamma=gamma, depth=depth)
+        for max_tokens in range(1, 13):
+            rig.submit(max_tokens, TEXT[:3], params(max_tokens=max_tokens, num_logprobs=1))
+        rig.run()
+        for max_tokens in range(1, 13):
+            num_logprobs = len(rig.answers[max_tokens].logprobs.chosen)
+            assert len(rig.tokens(max_tokens)) == num_logprobs == max_tokens
+            assert rig.end(max_tokens).usage.num_completion_tokens == max_tokens
+            assert rig.end(max_tokens).reason == "length"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -144,19 +144,23 @@ def test_nothing_after_a_stop_counts(depth: int) -> None:
     """At each offset of a block: no log-probability, no acceptance beyond the stop token."""
     target, draft = fakes("target")
     free, _ = oracle(target, TEXT, params(max_tokens=20))
-    for k in range(1, 14):
-        for gamma in GAMMAS:
-            rig = Rig(target, draft, gamma=gamma, prefix_cache=False, depth=depth)
-            sampling = params(max_tokens=20, stop_token_ids=(free[k],), num_logprobs=0)
-            rig.submit(0, TEXT, sampling)
-            rig.run()
+    for gamma in GAMMAS:
+        rig = Rig(target, draft, gamma=gamma, prefix_cache=False, depth=depth)
+        for k in range(1, 14):
+            stop = (free[k],)
+            rig.submit(k, TEXT, params(max_tokens=20, stop_token_ids=stop, num_logprobs=0))
+        rig.run()
+        num_drafts = num_accepted = 0
+        for k in range(1, 14):
             num_tokens = free.index(free[k]) + 1
-            usage = rig.end(0).usage
-            assert len(rig.answers[0].logprobs.chosen) == num_tokens
+            usage = rig.end(k).usage
+            assert len(rig.answers[k].logprobs.chosen) == num_tokens
             assert usage.num_completion_tokens == num_tokens
             assert usage.num_accepted_tokens == usage.num_draft_tokens <= num_tokens - 1
-            assert sum(sum(done.reached) for done in rig.done) == usage.num_draft_tokens
-            assert sum(sum(done.accepted) for done in rig.done) == usage.num_accepted_tokens
+            num_drafts += usage.num_draft_tokens
+            num_accepted += usage.num_accepted_tokens
+        assert sum(sum(done.reached) for done in rig.done) == num_drafts
+        assert sum(sum(done.accepted) for done in rig.done) == num_accepted
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -36,22 +36,24 @@ def rig_for(models: Models, **fields: object) -> Rig:
     return Rig(models.target, draft, **{**defaults, **fields})  # type: ignore[arg-type]
 
 
-def everything(rng: random.Random, tokenizer: Tokenizer) -> SamplingParams:
-    """A request that sets what there is to set; its stop string is likely to come."""
+def everything(rng: random.Random, tokenizer: Tokenizer, num_stops: int) -> SamplingParams:
+    """A request that sets what there is to set; one of its stop strings is likely to come."""
     return params(
         temperature=rng.choice([0.0, 0.7, 1.0, 1.5]),
         top_p=rng.choice([1.0, 0.9]),
         top_k=rng.choice([0, 30]),
         min_p=rng.choice([0.0, 0.02]),
         seed=rng.getrandbits(63),
-        max_tokens=rng.randint(12, 40),
+        max_tokens=rng.randint(12, 24),
         min_tokens=rng.choice([0, 4, 11]),
         repetition_penalty=rng.choice([1.0, 1.05, 1.5, 0.8]),
         presence_penalty=rng.choice([0.0, 0.9, -0.5]),
         frequency_penalty=rng.choice([0.0, 0.6, -0.3]),
         logit_bias=tuple((i, rng.uniform(-5, 5)) for i in sorted(rng.sample(range(VOCAB_SIZE), 5))),
-        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 2)),
-        stop=tuple(tokenizer.decode([i]) or "x" for i in rng.sample(range(265, VOCAB_SIZE), 3)),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 2 * num_stops)),
+        stop=tuple(
+            tokenizer.decode([i]) or "x" for i in rng.sample(range(200, VOCAB_SIZE), num_stops)
+        ),
         num_logprobs=rng.choice([-1, 0, 2]),
         num_prompt_logprobs=rng.choice([-1, -1, 1]),
     )
@@ -61,12 +63,13 @@ def everything(rng: random.Random, tokenizer: Tokenizer) -> SamplingParams:
 def test_every_gamma_answers_alike_in_company(
     build: Callable[..., Models], folders: Callable[[str], Path], draft: str
 ) -> None:
-    """Six requests of all kinds together, gamma 0 to 8: each as alone without a draft."""
+    """Requests of all kinds together, gamma 0 to 8: each as alone without a draft."""
     models = build(folders("target"), folders(draft))
     tokenizer = Tokenizer.load(folders("target"))
     rng = random.Random("everything")
     requests = [
-        (prompt(rng, rng.randint(2, 30), VOCAB_SIZE), everything(rng, tokenizer)) for _ in range(6)
+        (prompt(rng, rng.randint(2, 30), VOCAB_SIZE), everything(rng, tokenizer, num_stops))
+        for num_stops in (0, 3, 6, 9)
     ]
 
     def submit(rig: Rig, request_id: int, num_prior: int = 0) -> None:
@@ -82,8 +85,8 @@ def test_every_gamma_answers_alike_in_company(
         rig.run()
         expected.append(rig)
     assert {rig.end(i).reason for i, rig in enumerate(expected)} == {"stop", "length"}
-    for gamma in range(9):
-        rig = rig_for(models, gamma=gamma, max_num_batched_tokens=64, max_num_seqs=5)
+    for gamma in range(9) if draft == "noisy" else (1, 5, 8):
+        rig = rig_for(models, gamma=gamma, max_num_batched_tokens=64, max_num_seqs=3)
         for request_id in range(len(requests)):
             most = len(expected[request_id].tokens(request_id)) - 1
             submit(rig, request_id, rng.randint(0, most) if gamma % 3 == 2 else 0)
@@ -108,16 +111,16 @@ def test_a_slight_penalty_changes_no_answer_of_a_hundred(
     models = build(folders("target"), folders("noisy"))
     rng = random.Random(105)
     texts = [prompt(rng, rng.randint(2, 12), VOCAB_SIZE) for _ in range(100)]
-    sampling = params(max_tokens=14, repetition_penalty=1.05, ignore_eos=True)
+    sampling = params(max_tokens=10, repetition_penalty=1.05, ignore_eos=True)
     answers = []
-    for gamma in (0, 4):
-        rig = rig_for(models, gamma=gamma)
+    for gamma in (0, 3):
+        rig = rig_for(models, gamma=gamma, max_num_seqs=20, max_num_batched_tokens=128)
         for request_id, text in enumerate(texts):
             rig.submit(request_id, text, sampling)
         rig.run()
         answers.append([rig.tokens(request_id) for request_id in range(100)])
     assert answers[0] == answers[1]
-    assert rig.scheduler.num_accepted_tokens > 200
+    assert rig.scheduler.num_accepted_tokens > 150
 
 
 def test_a_stop_string_within_min_tokens_is_text(

@@ -62,7 +62,7 @@ def rows(draw: st.DrawFn) -> Row:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(rows(), min_size=1, max_size=4), st.data())
 def test_equals_the_plain_reference(batch: list[Row], data: st.DataObject) -> None:
     """Whatever rows and positions share a call, whatever was rejected before: the same bits."""
