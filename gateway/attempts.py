@@ -143,7 +143,7 @@ class Attempts:
                 way.full.clear()
         if failure is None:
             raise Unavailable("no worker is ready; try again in a moment")
-        if not answer.begun:
+        if not answer.begun or failure.broke:
             raise failure
         if way.num_calls < self._bounds.max_attempts:
             reason = "no other worker with the same arithmetic can go on with the answer now"
@@ -198,7 +198,10 @@ class Attempts:
         if not answer.begun:
             elsewhere = failure.gone or failure.full
         elif way.brought:
-            elsewhere = failure.gone and answer.resumable
+            # Of all that ran on an engine that broke, one may be to blame: that one breaks the
+            # next too, and no third.
+            elsewhere = answer.resumable and (failure.gone or (failure.broke and not way.broke))
+            way.broke |= failure.broke
         else:
             elsewhere = failure.code in _DECLINES
         if not elsewhere:
@@ -226,6 +229,7 @@ class _Way:
     num_calls: int = 0
     num_resumptions: int = 0
     brought: bool = False  # the last call brought something
+    broke: bool = False  # an engine broke under it
     failure: WorkerFailed | None = None  # of the last call
     excluded: set[str] = field(default_factory=set)  # addresses not to ask
     full: set[str] = field(default_factory=set)  # of these, those to ask again in a while

@@ -32,11 +32,13 @@ class WorkerFailed(Exception):
 
     @property
     def gone(self) -> bool:
-        """Whether the worker is lost, stalled, or ends what it has begun, as it does to leave.
-
-        INTERNAL is not gone: a request that breaks an engine is not carried to the next.
-        """
+        """Whether the worker is lost, stalled, or ends what it has begun, as it does to leave."""
         return self.code is grpc.StatusCode.UNAVAILABLE
+
+    @property
+    def broke(self) -> bool:
+        """Whether the engine failed: by this request's fault, or by that of any beside it."""
+        return self.code is grpc.StatusCode.INTERNAL
 
     @property
     def full(self) -> bool:

@@ -96,9 +96,12 @@ async def test_several_models(make_worker: Any, make_gateway: Any) -> None:
         reply = await served.openai.completions.create(model="two", prompt="hello")
         assert reply.model == "two"
     assert (len(workers[0].requests), len(workers[1].requests)) == (0, 2)
-    for model, sentence in [("", "model: is required"), ("three", "model: unknown model 'three'")]:
+    for model, status, sentence in [
+        ("", 400, "model: is required"),
+        ("three", 404, "model: unknown model 'three'"),
+    ]:
         response = await served.http.post(COMPLETION, json=body(model=model))
-        assert response.status_code == 400
+        assert response.status_code == status
         assert response.json()["error"]["message"] == f"{sentence}; this server has one, two"
 
 

@@ -12,7 +12,7 @@ from conditions import until
 from fake_answer import Manner, messages
 from fake_worker import FakeWorker
 
-from nightjar.errors import Overloaded, Unavailable
+from nightjar.errors import EngineFailure, Overloaded, Unavailable
 from nightjar.seeds import choice_seed
 from nightjar.v1 import generation_pb2 as pb
 
@@ -179,6 +179,22 @@ async def test_a_drain_that_times_out_is_resumed(make_worker: Any, make_gateway:
     check([part async for part in call], asked)
     assert (await call.trailing_metadata())["nightjar-resumed"] == "exact"
     assert len(second.requests[0].continuation.token_ids) == 9
+
+
+async def test_an_engine_that_breaks_is_left_once(make_worker: Any, make_gateway: Any) -> None:
+    """Answers that had begun on an engine that failed go on, but take no third engine down."""
+    first, second, served = await two_workers(make_worker, make_gateway)
+    first.error_after, first.late_error = 9, EngineFailure("the engine died")
+    asked = request(**SAMPLED)
+    check(await collect(served, asked), asked)
+    third = await make_worker(manner=MANNER, status={"num_waiting": 18})
+    served = await make_gateway(first, second, third, routing="least_loaded")
+    second.error_after, second.late_error = 20, EngineFailure("the engine died")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(served, asked)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "the engine died"
+    assert third.requests == []
 
 
 async def test_draining_worker_keeps_what_it_has(make_worker: Any, make_gateway: Any) -> None:
