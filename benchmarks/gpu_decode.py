@@ -40,7 +40,16 @@ from pathlib import Path
 from typing import Any
 
 from gpu import sections, served, shapes, tables
-from gpu.arm_list import FOLDERS, NIGHTJAR, PAIR, PEERS, has_gpu, nightjar_flags, opened
+from gpu.arm_list import (
+    FOLDERS,
+    NIGHTJAR,
+    PAIR,
+    PEERS,
+    has_gpu,
+    nightjar_flags,
+    opened,
+    serving_arm,
+)
 
 # What --tiny puts in the place of these options' defaults.
 TINY: dict[str, Any] = {
@@ -101,9 +110,9 @@ def main(argv: list[str] | None = None) -> int:
         except (SystemExit, OSError) as error:
             failures[name] = str(error)
             say(f"{name} is left out: {error}")
-    if "serve" in options.sections and "exact+draft" in options.arms:
+    if "serve" in options.sections and (served_arm := serving_arm(options)):
         try:
-            results.setdefault("serve", {}).update(serve(options))
+            results.setdefault("serve", {}).update(serve(served_arm, options))
         except (SystemExit, OSError) as error:
             failures["serve"] = str(error)
     results["left_out"] = {**options.left_out, **failures}
@@ -112,9 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def serve(options: argparse.Namespace) -> dict[str, Any]:
-    """Rates of streaming clients."""
-    flags = [f for f in nightjar_flags("exact+draft", options) if not f.startswith("--gamma=")]
+def serve(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Rates of streaming clients of an arm's worker."""
+    flags = [f for f in nightjar_flags(name, options) if not f.startswith("--gamma=")]
     return served.measure(
         flags,
         served.environment(*FOLDERS),

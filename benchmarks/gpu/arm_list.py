@@ -72,6 +72,11 @@ def nightjar_flags(name: str, options: argparse.Namespace) -> list[str]:
     return [*flags, *own_flags(options)]
 
 
+def serving_arm(options: argparse.Namespace) -> str | None:
+    """The arm that `serve` takes; without a draft the worker starts sooner, and decodes alike."""
+    return next((name for name in ("exact+draft", "exact") if name in options.arms), None)
+
+
 def gamma_flag(options: argparse.Namespace) -> list[str]:
     """The engine drafts as many as it may; each job caps its own requests."""
     return [f"--gamma={max(options.gammas)}"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu.arm_list import NIGHTJAR, PAIR, PEERS, Engine
+from gpu.arm_list import NIGHTJAR, PAIR, PEERS, Engine, serving_arm
 from gpu.load import arrivals, highest_rate, read_trace
 from gpu.shapes import Shape
 from gpu.tables import computed
@@ -148,10 +148,15 @@ def openloop(
 def in_process(
     arm: Engine, name: str, options: argparse.Namespace, results: Results, say: Say
 ) -> None:
-    """What `serve` compares with: the same requests, as many at once, prefill included."""
+    """What `serve` compares with: such requests, as many at once, without drafts, prefill included.
+
+    Neither side finds a prompt in the prefix cache.
+    """
+    if name != serving_arm(options):
+        return
     count = options.clients * options.rounds
     ask = {"op": "closed", "length": options.context, "vocab": options.vocab, "seed": 0}
-    ask |= {"max_tokens": options.tokens, "at_once": options.clients}
+    ask |= {"max_tokens": options.tokens, "at_once": options.clients, "max_gamma": 0}
     arm.run(**ask, count=options.clients)
     rates = [
         count * options.tokens / arm.run(**ask, count=count)["seconds"]
@@ -199,6 +204,6 @@ BY_ARM: dict[str, tuple[Section, tuple[str, ...]]] = {
     "spec": (spec, ("exact+draft", "free+draft")),
     "idle": (idle, ("exact", "exact+draft")),
     "openloop": (openloop, ("vllm", "vllm-own", "exact", "free")),
-    "serve": (in_process, ("exact+draft",)),
+    "serve": (in_process, ("exact", "exact+draft")),
     "pair": (pair, (PAIR,)),
 }

@@ -43,16 +43,20 @@ def rate(
     *,
     num_clients: int,
     num_processes: int,
+    seed: int,
     **job: Any,
 ) -> dict[str, float]:
-    """Tokens a second that all clients together get, from the first request to the last token."""
+    """Tokens a second that all clients together get, from the first request to the last token.
+
+    Runs of other seeds share no prompt, so that none finds its own in the prefix cache.
+    """
     sizes = [num_clients // num_processes] * num_processes
     for index in range(num_clients % num_processes):
         sizes[index] += 1
     children: list[subprocess.Popen[str]] = []
     with ExitStack() as stack:
-        for seed, size in enumerate(size for size in sizes if size):
-            own = {**job, "address": address, "clients": size, "seed": seed}
+        for index, size in enumerate(size for size in sizes if size):
+            own = {**job, "address": address, "clients": size, "seed": 1000 * seed + index}
             child = subprocess.Popen(
                 [sys.executable, "-m", "gpu.clients", json.dumps(own)],
                 stdin=subprocess.PIPE,
@@ -110,8 +114,8 @@ def measure(
 def _repeat(
     address: str, environ: Mapping[str, str], repeats: int, load: Mapping[str, Any]
 ) -> list[float]:
-    rate(address, environ, **{**load, "rounds": 1})  # warm up
-    return [rate(address, environ, **load)["tok_s"] for _ in range(repeats)]
+    rate(address, environ, seed=0, **{**load, "rounds": 1})  # warm up
+    return [rate(address, environ, seed=1 + run, **load)["tok_s"] for run in range(repeats)]
 
 
 def environment(*folders: str) -> dict[str, str]:
