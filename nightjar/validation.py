@@ -7,16 +7,14 @@ what the worker's status told it.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from nightjar import chat_rules
 from nightjar.errors import InvalidRequest
 from nightjar.v1 import generation_pb2 as pb
 
@@ -24,15 +22,11 @@ from nightjar.v1 import generation_pb2 as pb
 MAX_REQUEST_BYTES = 3_932_160
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS = 16, 256, 64
 MAX_LOGIT_BIAS = 300
-MAX_GAMMA, MAX_REQUEST_ID_CHARACTERS, MAX_MESSAGES = 8, 128, 1024
-MAX_TOOLS, MAX_TOOL_CALLS = 128, 128  # calls are counted by message
-MAX_DESCRIPTION_CHARACTERS, MAX_JSON_CHARACTERS, MAX_JSON_DEPTH = 16_384, 65_536, 64
-MAX_CALL_ID_CHARACTERS = 128
+MAX_GAMMA, MAX_REQUEST_ID_CHARACTERS = 8, 128
+MAX_MESSAGES, MAX_TOOLS = chat_rules.MAX_MESSAGES, chat_rules.MAX_TOOLS
 MAX_PROMPT_LOGPROBS = 1_048_576  # entries of a prompt, alternatives included
 MAX_ATTEMPTS = 16
 MAX_FINGERPRINT_CHARACTERS = 128
-ROLES = ("system", "user", "assistant", "tool")
-_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _RANGES = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -161,14 +155,9 @@ def _check_counts(request: pb.GenerateRequest) -> None:
     size = request.ByteSize() - request.continuation.ByteSize()
     if size > MAX_REQUEST_BYTES:
         raise InvalidRequest("request", f"has {size} bytes; at most {MAX_REQUEST_BYTES}")
-    sampling, messages, tools = request.sampling, request.chat.messages, request.chat.tools
-    if request.WhichOneof("prompt") == "chat" and not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest("chat.messages", f"must hold 1 to {MAX_MESSAGES} messages")
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest("chat.tools", f"at most {MAX_TOOLS} tools, got {len(tools)}")
-    for i, message in enumerate(messages):
-        if len(message.tool_calls) > MAX_TOOL_CALLS:
-            raise InvalidRequest(f"chat.messages[{i}].tool_calls", f"at most {MAX_TOOL_CALLS}")
+    sampling = request.sampling
+    if request.WhichOneof("prompt") == "chat":
+        chat_rules.check_counts(request.chat)
     if len(sampling.stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             "sampling.stop", f"at most {MAX_STOP_STRINGS} strings, got {len(sampling.stop)}"
@@ -186,9 +175,7 @@ def _check_prompt(request: pb.GenerateRequest, limits: Limits | None) -> None:
     if form == "text" and not request.text:
         raise InvalidRequest("text", "must not be empty")
     if form == "chat":
-        for i, message in enumerate(request.chat.messages):
-            _check_message(f"chat.messages[{i}]", message)
-        _check_tools(request.chat.tools)
+        chat_rules.check(request.chat)
     if form == "tokens":
         ids = request.tokens.token_ids
         if not ids:
@@ -199,68 +186,6 @@ def _check_prompt(request: pb.GenerateRequest, limits: Limits | None) -> None:
             _check_ids("tokens.token_ids", ids, limits.vocab_size)
 
 
-def _check_message(path: str, message: pb.ChatMessage) -> None:
-    if message.role not in ROLES:
-        raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(ROLES)}")
-    if message.tool_calls and message.role != "assistant":
-        raise InvalidRequest(f"{path}.tool_calls", "only an assistant's message has them")
-    if message.tool_call_id and message.role != "tool":
-        raise InvalidRequest(f"{path}.tool_call_id", "only a tool's message has one")
-    _check_size(f"{path}.tool_call_id", message.tool_call_id, MAX_CALL_ID_CHARACTERS)
-    for i, call in enumerate(message.tool_calls):
-        _check_size(f"{path}.tool_calls[{i}].id", call.id, MAX_CALL_ID_CHARACTERS)
-        _check_name(f"{path}.tool_calls[{i}].name", call.name)
-        _check_object(f"{path}.tool_calls[{i}].arguments_json", call.arguments_json)
-
-
-def _check_tools(tools: Collection[pb.Tool]) -> None:
-    names: set[str] = set()
-    for i, tool in enumerate(tools):
-        path = f"chat.tools[{i}]"
-        _check_name(f"{path}.name", tool.name)
-        if tool.name in names:
-            raise InvalidRequest(f"{path}.name", f"{tool.name!r} is there twice")
-        names.add(tool.name)
-        _check_size(f"{path}.description", tool.description, MAX_DESCRIPTION_CHARACTERS)
-        if tool.parameters_json:
-            _check_object(f"{path}.parameters_json", tool.parameters_json)
-
-
-def _check_name(field: str, name: str) -> None:
-    if not _FUNCTION_NAME.fullmatch(name):
-        raise InvalidRequest(field, 'must have 1 to 64 letters, digits, "_" or "-"')
-
-
-def _check_size(field: str, text: str, most: int) -> None:
-    if len(text) > most:
-        raise InvalidRequest(field, f"at most {most} characters, got {len(text)}")
-
-
-def _check_object(field: str, text: str) -> None:
-    """JSON text of an object that any parser reads alike, and none too deeply."""
-    _check_size(field, text, MAX_JSON_CHARACTERS)
-    try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(field, "is not valid JSON") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest(field, "must be a JSON object")
-    level: list[Any] = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [
-            part
-            for parent in level
-            for part in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(part, dict | list)
-        ]
-    if level:
-        raise InvalidRequest(field, f"is nested more than {MAX_JSON_DEPTH} levels deep")
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _check_continuation(request: pb.GenerateRequest, limits: Limits | None) -> None:
     given, sampling = request.continuation, request.sampling
     if sampling.n > 1:
@@ -269,7 +194,8 @@ def _check_continuation(request: pb.GenerateRequest, limits: Limits | None) -> N
     delivered = given.num_text_bytes_delivered
     _check_range("continuation.num_text_bytes_delivered", delivered, 0, math.inf)
     fingerprint, path = given.arithmetic_fingerprint, "continuation.arithmetic_fingerprint"
-    _check_size(path, fingerprint, MAX_FINGERPRINT_CHARACTERS)
+    if len(fingerprint) > MAX_FINGERPRINT_CHARACTERS:
+        raise InvalidRequest(path, f"at most {MAX_FINGERPRINT_CHARACTERS} characters")
     num_prior = len(given.token_ids)
     if sampling.HasField("max_tokens") and num_prior >= sampling.max_tokens:
         raise InvalidRequest(

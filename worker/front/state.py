@@ -77,17 +77,17 @@ class WorkerState:
         most = limits.max_model_len * self._longest_token
         encode: Callable[[], list[int]]
         if isinstance(prompt, str):
-            field, size = "text", len(prompt)
+            field, size, more = "text", len(prompt), 0
             encode = functools.partial(self.tokenizer.encode, prompt)
         else:
-            field, size = "chat.messages", prompt.num_characters
+            field, size, more = "chat.messages", prompt.num_characters, prompt.num_json_characters
             encode = functools.partial(self.tokenizer.encode_chat, prompt, most)
         if size > most:
             raise InvalidRequest(
                 field,
                 f"{size} characters can never fit the context of {limits.max_model_len} tokens",
             )
-        if size < LONG_PROMPT_CHARACTERS:
+        if size + more < LONG_PROMPT_CHARACTERS:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 

@@ -52,11 +52,15 @@ class Chat:
 
     @property
     def num_characters(self) -> int:
-        """Characters that a prompt of it has at least, if its template leaves nothing out."""
-        texts = [message.content for message in self.messages]
-        texts += [c.arguments_json for message in self.messages for c in message.tool_calls]
-        texts += [tool.description for tool in self.tools]
-        return sum(map(len, texts))
+        """Characters of its texts, which its prompt has if its template leaves nothing out."""
+        contents = sum(len(message.content) for message in self.messages)
+        return contents + sum(len(tool.description) for tool in self.tools)
+
+    @property
+    def num_json_characters(self) -> int:
+        """Characters of its JSON, which templates write in their own way."""
+        arguments = (c.arguments_json for message in self.messages for c in message.tool_calls)
+        return sum(map(len, arguments)) + sum(len(tool.parameters_json) for tool in self.tools)
 
 
 class ChatTemplate:
