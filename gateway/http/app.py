@@ -56,7 +56,7 @@ def make_app(dispatcher: Dispatcher, registry: Registry, max_body_bytes: int) ->
         return JSONResponse(_model_json(registry.models[name]))
 
     async def embeddings(_: Request) -> Response:
-        raise HttpError(400, _NO_EMBEDDINGS, code="unsupported_operation")
+        raise HttpError(404, _NO_EMBEDDINGS, code="unsupported_operation")
 
     async def openapi(_: Request) -> Response:
         return JSONResponse(published)

@@ -36,8 +36,11 @@ class TextOffsets:
 
     def next(self, token: bytes) -> int:
         """Where this token begins; one that goes on with a character, where that does."""
-        start = self._num_characters
-        self._num_characters += len(self._decoder.decode(token))
+        # Only its first byte tells whether it does, or leaves bytes before it that are no text.
+        self._num_characters += len(self._decoder.decode(token[:1]))
+        unfinished = not token or self._decoder.getstate()[0]
+        start = self._num_characters if unfinished else self._num_characters - 1
+        self._num_characters += len(self._decoder.decode(token[1:]))
         return start
 
 

@@ -40,7 +40,7 @@ _NEUTRAL: Mapping[str, Neutral] = {
 _ERRORS = {
     400: "A field can never be served so; `param` names it.",
     401: "There are API keys, and none of them was given.",
-    404: "No ready worker has that model.",
+    404: "No ready worker has that model, or none can do that.",
     408: "The client's deadline passed before the answer was complete.",
     413: "The body is too long.",
     415: "The body is not JSON, or encoded.",
@@ -96,7 +96,7 @@ def document(max_body_bytes: int) -> Json:
             "createCompletion", "Go on with prompts.", "CompletionBody", "Completion", answers
         ),
         ("POST", "/v1/embeddings"): _operation(
-            "createEmbedding", "Refused: the models here generate text.", {}, [400, 401, 500]
+            "createEmbedding", "Refused: the models here generate text.", {}, [401, 404, 500]
         ),
         ("GET", "/v1/models"): _operation(
             "listModels", "The models served now.", {200: _json("ModelList")}, [401, 500, 503]

@@ -70,6 +70,15 @@ class ToolCall(_Strict):
 class Message(_Strict):
     """One chat message; `developer` is `system` under OpenAI's newer name."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+                {"required": ["tool_calls"], "properties": {"tool_calls": {"minItems": 1}}},
+            ]
+        }
+    )
+
     role: Annotated[
         str,
         Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant", "tool"]}),
