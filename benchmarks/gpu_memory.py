@@ -34,6 +34,7 @@ from gpu import shapes
 from gpu.arm_list import FOLDERS, has_gpu
 from gpu.served import environment
 from gpu_decode import machine, say
+
 from nightjar.errors import NightjarError
 
 # Sections that run on the same engine, in order.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_agent.agent import Agent, Pressure, Request, Residency, Thresholds
+from memory_agent.config import AgentConfig
 
 THRESHOLDS = Thresholds(tau_low=0.10, tau_high=0.15, t_persist=3, hold_s=0.0, backoff_s=1.0)
 NUM_BASE, NUM_EXTRA = 100, 30
@@ -132,6 +134,86 @@ def test_tau_low_in_blocks() -> None:
     agent = Agent(thresholds, num_extra_blocks=NUM_EXTRA, residency=Residency.RESIDENT)
     assert agent.on_pressure(report(7), 0.0) is None
     assert agent.on_pressure(report(6), 0.0) is not None
+
+
+class Pool:
+    """A pool whose demand for blocks wanders, and a worker that does at once what it is asked.
+
+    Reports come every 20 ms, and say gamma 0 throughout: only blocks decide.
+    """
+
+    def __init__(self, thresholds: Thresholds, num_base: int = 4000, num_extra: int = 2000) -> None:
+        self.agent = Agent(thresholds, num_extra_blocks=num_extra, residency=Residency.RESIDENT)
+        self.num_base, self.num_extra = num_base, num_extra
+        self.residency, self.now = Residency.RESIDENT, 0.0
+        self.transitions: list[float] = []
+
+    def report(self, demand: int) -> None:
+        """So many blocks are wanted now."""
+        expanded = self.residency is Residency.OFFLOADED
+        total = self.num_base + (self.num_extra if expanded else 0)
+        pressure = Pressure(
+            num_free_blocks=max(0, total - demand),
+            num_total_blocks=total,
+            num_waiting=int(demand > total),
+            exploit_gamma=0,
+            residency=self.residency,
+        )
+        request = self.agent.on_pressure(pressure, self.now)
+        if request is not None:
+            goes = request.kind == "expand"
+            self.residency = Residency.OFFLOADED if goes else Residency.RESIDENT
+            self.agent.on_done(request.request_id, self.residency, self.now)
+            self.transitions.append(self.now)
+        self.now += 0.02
+
+
+DEFAULTS = AgentConfig()
+SHIPPED = Thresholds(
+    tau_low=DEFAULTS.tau_low,
+    tau_high=DEFAULTS.tau_high,
+    t_persist=DEFAULTS.t_persist,
+    hold_s=DEFAULTS.hold_s,
+    backoff_s=DEFAULTS.backoff_s,
+)
+
+
+@pytest.mark.parametrize("around", ["leaving", "returning"])
+def test_a_load_that_hovers_at_a_threshold_does_not_oscillate(around: str) -> None:
+    """Ten minutes at either threshold, to and fro within the gap: two transitions at most."""
+    pool, rng = Pool(SHIPPED), random.Random(5)
+    low, high = SHIPPED.low(pool.num_base), SHIPPED.high(pool.num_base)
+    gap = high - low
+    assert gap > 0.05 * pool.num_base
+    middle = pool.num_base - (low if around == "leaving" else high)
+    for _ in range(30_000):
+        pool.report(middle + rng.randint(-gap // 2, gap // 2))
+    assert len(pool.transitions) <= 2
+
+
+def test_a_load_that_swings_past_both_thresholds_is_followed_at_the_hold() -> None:
+    """However fast it swings, the draft goes round once in hold_s, and not more often."""
+    pool = Pool(SHIPPED)
+    for number in range(30_000):
+        pool.report(pool.num_base if number // 10 % 2 else 0)
+    leaves = pool.transitions[::2]
+    assert min(b - a for a, b in itertools.pairwise(leaves)) >= SHIPPED.hold_s
+    assert 2 <= len(pool.transitions) <= 2 * (pool.now / SHIPPED.hold_s + 1)
+
+
+def test_the_hold_delays_no_expansion() -> None:
+    """A draft that came back a moment ago may leave again at once when blocks run short."""
+    pool = Pool(SHIPPED)
+    for _ in range(5):
+        pool.report(pool.num_base)
+    pool.now += SHIPPED.hold_s
+    for _ in range(5):
+        pool.report(0)
+    before = pool.now
+    for _ in range(5):
+        pool.report(pool.num_base)
+    assert len(pool.transitions) == 3
+    assert pool.transitions[2] <= before + SHIPPED.t_persist * 0.02
 
 
 def test_a_new_agent_takes_over_in_the_middle() -> None:

@@ -49,7 +49,7 @@ class Worker:
         """Start an agent where the worker expects it; it dies at `failpoint`."""
         return Command(
             "-m", "nightjar", "memory-agent", f"--listen=unix:{self.folder}/agent.sock",
-            f"--shm-dir={self.folder}", "--backoff-s=0.1",
+            f"--shm-dir={self.folder}", "--backoff-s=0.1", "--hold-s=0", "--tau-high=0",
             environ={"NIGHTJAR_FAILPOINT": failpoint},
         )  # fmt: skip
 
