@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
@@ -25,11 +26,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    async def Generate(  # type: ignore[override]  # the stubs know only of handlers that generate
+    async def Generate(
         self,
         request: pb.GenerateRequest,
         context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> None:
+    ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream an answer; the client's deadline and cancellation reach the worker.
 
         A message is taken from the worker once the transport has taken the one before it, so a
@@ -40,7 +41,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             async with aclosing(responses):
                 async for response in responses:
-                    await context.write(response)
+                    yield response
         except WorkerFailed as failure:
             await rpc.abort_with(context, failure.status)
         if notes.num_resumptions:

@@ -29,6 +29,8 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A stream that nobody reads holds 64 KB here; probing would let that grow to megabytes.
+    ("grpc.http2.bdp_probe", 0),
 ]
 SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
