@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -91,11 +92,14 @@ async def two_workers(make_worker: Any, make_gateway: Any, **flags: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 0.0}, SAMPLED, {**SAMPLED, "logprobs": 2, "prompt_logprobs": 1}],
+    ("sampling", "lag"),
+    [
+        ({"temperature": 0.0}, 0),
+        (SAMPLED, 3),
+        ({**SAMPLED, "logprobs": 2, "prompt_logprobs": 1}, 1),
+    ],
     ids=["greedy", "sampled", "logprobs"],
 )
-@pytest.mark.parametrize("lag", [0, 3])
 async def test_lost_at_every_token(
     make_worker: Any, make_gateway: Any, sampling: dict[str, Any], lag: int
 ) -> None:
@@ -127,7 +131,7 @@ async def test_several_choices_lost_at_every_token(
     """With n = 2, each choice that is not finished goes on by itself, under its own seed."""
     first, second, served = await two_workers(make_worker, make_gateway, probe_interval_ms=10)
     known = served.gateway.registry.workers[first.address]
-    for k in range(0, 2 * NUM_TOKENS, 3):
+    for k in range(0, 2 * NUM_TOKENS, 7):
         first.lost_after = k
         await until(lambda: not known.not_ready, "the first worker is back")
         asked = request(n=2, prompt_logprobs=0, **sampling)
@@ -416,3 +420,43 @@ async def test_a_stalled_worker_is_kept_where_no_other_can_go_on(
     worker.status = {}
     worker.resume.set()
     check(await call, asked)
+
+
+# ---- the other door --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_http_clients_see_one_answer(
+    make_worker: Any, make_gateway: Any, stream: bool
+) -> None:
+    """Over HTTP an answer that went on has one role, one finish reason, one end, right usage."""
+    first, second, served = await two_workers(make_worker, make_gateway)
+    first.lost_after = 20
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": NUM_TOKENS,
+        "seed": 7,
+        "stream": stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+    }
+    response = await served.http.post("/v1/chat/completions", json=body)
+    assert len(second.requests) == 1
+    asked = pb.GenerateRequest(
+        chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hello")]),
+        sampling=pb.SamplingParams(max_tokens=NUM_TOKENS, seed=7),
+    )
+    ((_, text, _, _),) = joined(undisturbed(asked))
+    if not stream:
+        choice, usage = response.json()["choices"][0], response.json()["usage"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "length")
+    else:
+        *events, done, end = response.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        chunks = [json.loads(event[6:]) for event in events]
+        usage = chunks.pop()["usage"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == text
+        assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert [reason for reason in reasons if reason] == ["length"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, NUM_TOKENS)
