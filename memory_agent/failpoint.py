@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 _SIGNALS = {"": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -26,3 +27,4 @@ def reached(name: str) -> None:
     if name in _SET:
         os.write(2, f"failpoint {name}\n".encode())
         os.kill(os.getpid(), _SET.pop(name))
+        time.sleep(0.1)  # a thread that did not take the signal itself may stop a little later
