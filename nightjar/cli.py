@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compile": ("worker.compile_cli:main", "build and cache the compiled forward of a model"),
     "planner": ("planner_service.main:main", "run the planner service"),
     "worker": ("worker.main:main", "run a worker: front and engine"),
+    "memory": ("memory_agent.cli:main", "show what a memory agent knows of its worker's pool"),
     "memory-agent": ("memory_agent.main:main", "run the memory agent of one GPU or CPU pool"),
     "gateway": ("gateway.main:main", "run the gateway: gRPC and OpenAI-compatible HTTP"),
 }

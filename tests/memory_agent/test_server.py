@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -106,6 +107,50 @@ async def test_a_whole_cycle(agent: str, pool: PoolStub) -> None:
         assert status.tau_low == 7
         assert not status.open_grant_ids
     await is_detached(worker)
+
+
+async def test_events_and_owners_are_shown(agent: str, pool: PoolStub) -> None:
+    """What happened stands in the status in order, and the worker says who owns which block."""
+    worker = MemoryWorker(agent)
+    kind = memory_pb2.MemoryEventKind
+    async with worker.attach(pool.handshake()) as stream:
+        request = await stream.request(2, 64, "RESIDENT")
+        refused = memory_pb2.RequestRefused(request_id=request.request_id, reason="not now")
+        await stream.send(refused=refused)
+        assert (await stream.copy([pool.tail[0]], [5])).ok
+        assert not (await stream.copy([0], [5])).ok
+        asking = asyncio.create_task(worker.status(pool_map=True))
+        again = asyncio.create_task(worker.status(pool_map=True))
+        assert (await stream.receive()).HasField("map_request")
+        row, draft = memory_pb2.BLOCK_OWNER_ROW, memory_pb2.BLOCK_OWNER_DRAFT
+        ranges = [
+            memory_pb2.BlockRange(first_block=0, num_blocks=64, owner=row),
+            memory_pb2.BlockRange(first_block=64, num_blocks=9, owner=draft),
+        ]
+        answer = memory_pb2.PoolMap(ranges=ranges, num_base_blocks=64, num_extra_blocks=9)
+        await stream.send(pool_map=answer)
+        status = await asking
+        assert status.pool_map == (await again).pool_map == answer
+        names = [
+            kind.Name(event.kind).removeprefix("MEMORY_EVENT_KIND_") for event in status.events
+        ]
+        assert names[-5:] == ["ATTACHED", "ASKED_TO_EXPAND", "REFUSED", "COPIED", "COPIED"]
+        events = status.events[-5:]
+        assert {event.worker_id for event in events} == {"worker-1"}
+        assert events[2].reason == "not now"
+        assert events[3].num_bytes == pool.layout.block_bytes
+        assert "outside the tail" in events[4].reason
+        assert all(a.unix_ms <= b.unix_ms for a, b in itertools.pairwise(status.events))
+        silent = await worker.status(pool_map=True)  # this worker does not answer
+        assert not silent.HasField("pool_map")
+    await is_detached(worker)
+    status = await worker.status(pool_map=True)
+    assert kind.Name(status.events[-1].kind).endswith("DETACHED")
+    assert not status.HasField("pool_map")
+    with Command("-m", "nightjar", "memory", agent) as command:
+        assert command.wait() == 0
+        assert "worker   none" in command.stdout
+        assert "worker-1 refused: not now" in command.stdout
 
 
 async def test_a_second_worker_is_refused(agent: str, pool: PoolStub) -> None:

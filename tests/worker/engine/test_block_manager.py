@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -44,6 +45,35 @@ def test_cached_blocks_are_free_and_found_until_they_are_reused() -> None:
     blocks.acquire(table[:1])
     assert blocks.owner(table[0]) is Owner.ROW
     blocks.check_integrity([taken, table[:1]])
+
+
+def test_ranges_name_every_blocks_owner() -> None:
+    """They follow each other without gaps, and agree with the owner of each block, at any time."""
+    blocks, rng = manager(12, 6), random.Random(3)
+    tables: list[list[int]] = []
+    for step in range(200):
+        if step in (40, 120):
+            blocks.expand()
+        elif step in (80, 160):
+            blocks.close_tail()
+            for table in [t for t in tables if max(t) >= 12]:
+                tables.remove(table)
+                blocks.release(table)
+            blocks.give_tail_to_draft()
+        table: list[int] = []
+        if rng.random() < 0.6 and blocks.grow(table, rng.randint(1, 60)):
+            tables.append(table)
+            blocks.insert(table[0], str(step).encode())
+        elif tables:
+            blocks.release(tables.pop(rng.randrange(len(tables))))
+        reserved = blocks.reserve(1) or []
+        owners = [o for first, n, o in blocks.ranges() for _ in range(first, first + n)]
+        assert owners == [blocks.owner(b) for b in range(18)]
+        starts = [first for first, _, _ in blocks.ranges()]
+        assert starts[0] == 0
+        neighbours = [owner for _, _, owner in blocks.ranges()]
+        assert all(a is not b for a, b in itertools.pairwise(neighbours))
+        blocks.release_reserved(reserved)
 
 
 def test_without_prefix_cache_nothing_is_found() -> None:

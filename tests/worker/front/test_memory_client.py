@@ -20,6 +20,8 @@ from worker.messages import (
     Grant,
     GrantAnswer,
     PoolInfo,
+    PoolMap,
+    PoolMapRequest,
     Pressure,
     RequestRefused,
     TransitionDone,
@@ -36,6 +38,8 @@ POOL = PoolInfo(
     image_offset=700,
     image_bytes=300,
     image_sha256=b"x" * 32,
+    cuda_ipc_handle=b"h" * 64,
+    cuda_device_uuid=b"u" * 16,
 )
 
 
@@ -120,9 +124,18 @@ async def test_every_message_is_translated_one_to_one(tmp_path: Path) -> None:
         client.forward(Grant(grant_id=6, kind="load", stream=1))
         client.forward(RequestRefused(request_id=7, reason="busy"))
         client.forward(TransitionDone(request_id=8, residency="offloaded"))
-        await until(lambda: len(agent.received) == 6, "all came")
-        assert agent.kinds() == ["handshake", "pressure", "grant", "grant", "refused", "done"]
-        hello, report, copy, load, refused, done = agent.received
+        ranges = [(0, 60, "row"), (60, 5, "cached"), (65, 5, "free"), (70, 30, "draft")]
+        client.forward(PoolMap(ranges=ranges, num_base_blocks=70, num_extra_blocks=30))
+        await until(lambda: len(agent.received) == 7, "all came")
+        kinds = ["handshake", "pressure", "grant", "grant", "refused", "done", "pool_map"]
+        assert agent.kinds() == kinds
+        hello, report, copy, load, refused, done, owners = agent.received
+        assert hello.handshake.cuda_ipc_handle == b"h" * 64
+        assert hello.handshake.cuda_device_uuid == b"u" * 16
+        names = [pb.BlockOwner.Name(part.owner) for part in owners.pool_map.ranges]
+        assert names == [f"BLOCK_OWNER_{name}" for name in ("ROW", "CACHED", "FREE", "DRAFT")]
+        assert [p.first_block for p in owners.pool_map.ranges] == [0, 60, 65, 70]
+        assert [p.num_blocks for p in owners.pool_map.ranges] == [60, 5, 5, 30]
         assert hello.handshake.worker_id == "w1"
         assert hello.handshake.image_sha256 == b"x" * 32
         assert hello.handshake.num_extra_blocks == 30
@@ -139,14 +152,16 @@ async def test_every_message_is_translated_one_to_one(tmp_path: Path) -> None:
             pb.AttachResponse(answer=pb.GrantAnswer(grant_id=5, ok=True)),
             pb.AttachResponse(answer=pb.GrantAnswer(grant_id=6, error="checksum")),
             pb.AttachResponse(request=pb.TransitionRequest(request_id=11, kind=0)),
+            pb.AttachResponse(map_request=pb.PoolMapRequest()),
         ):
             await agent.answers.put(answer)
-        await until(lambda: len(told) == 5, "all went to the engine")
+        await until(lambda: len(told) == 6, "all went to the engine")
         assert told[1:] == [
             TransitionRequest(request_id=9, kind="expand"),
             TransitionRequest(request_id=10, kind="contract"),
             GrantAnswer(grant_id=5, ok=True),
             GrantAnswer(grant_id=6, ok=False, error="checksum"),
+            PoolMapRequest(),
         ]
 
 
