@@ -12,7 +12,7 @@ from nightjar.v1 import generation_pb2 as pb
 
 MAX_MESSAGES, MAX_TOOLS, MAX_TOOL_CALLS = 1024, 128, 128  # calls are counted by message
 MAX_DESCRIPTION_CHARACTERS, MAX_CALL_ID_CHARACTERS = 16_384, 128
-MAX_JSON_CHARACTERS, MAX_JSON_DEPTH = 65_536, 64
+MAX_JSON_CHARACTERS, MAX_JSON_BRACKETS, MAX_JSON_DEPTH = 65_536, 4096, 64
 MAX_ALL_JSON_CHARACTERS = 524_288  # of a request: it is parsed where streams are served
 ROLES = ("system", "user", "assistant", "tool")
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -91,6 +91,8 @@ def _check_size(field: str, text: str, most: int) -> None:
 def _check_object(field: str, text: str) -> None:
     """JSON text of an object that any parser reads alike, and none too deeply."""
     _check_size(field, text, MAX_JSON_CHARACTERS)
+    if text.count("{") + text.count("[") > MAX_JSON_BRACKETS:
+        raise InvalidRequest(field, f"at most {MAX_JSON_BRACKETS} opening brackets")
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):

@@ -18,7 +18,7 @@ from nightjar.validation import Limits, check_length, validate
 
 VOCABULARY, CONTEXT = 320, 512
 LIMITS = Limits(model="tiny", vocab_size=VOCABULARY, max_model_len=CONTEXT)
-PARTS = json.dumps({"a": [[]] * 15_000})  # nearly as long as one may be, of small parts
+PARTS = json.dumps({"a": [[]] * 4094 + [""] * 10_000})  # as many parts as there may be
 NESTED = '{"a":' * 65 + "1" + "}" * 65
 
 
@@ -105,7 +105,12 @@ REFUSED: dict[str, tuple[pb.GenerateRequest, str, str]] = {
     "a list": (tool(parameters_json="[]"), "chat.tools[0].parameters_json", "a JSON object"),
     "nan": (tool(parameters_json='{"a": NaN}'), "chat.tools[0].parameters_json", "valid JSON"),
     "deep": (tool(parameters_json=NESTED), "chat.tools[0].parameters_json", "64 levels"),
-    "very deep": (tool(parameters_json="[" * 60_000), "chat.tools[0].parameters_json", "JSON"),
+    "very deep": (tool(parameters_json="[" * 4000), "chat.tools[0].parameters_json", "valid JSON"),
+    "brackets": (
+        tool(parameters_json="[" * 60_000),
+        "chat.tools[0].parameters_json",
+        "at most 4096 opening brackets",
+    ),
     "long": (
         tool(parameters_json=json.dumps({"a": "b" * 65_536})),
         "chat.tools[0].parameters_json",
