@@ -114,7 +114,7 @@ class TraceLengths:
 Kind = Literal["closed", "poisson", "burst", "oscillation", "azure"]
 # (requests per second, requests, burstiness) of Nightjar's stress traces; a burstiness below 1
 # means gamma-distributed gaps of that shape, as in vLLM's benchmark: 1 is Poisson.
-_PATTERNS: dict[str, tuple[tuple[float, int, float], ...]] = {
+PATTERNS: dict[str, tuple[tuple[float, int, float], ...]] = {
     "burst": ((2, 30, 1.0), (8, 40, 0.9), (24, 80, 0.5), (40, 120, 0.35), (6, 40, 1.2)),
     "oscillation": ((4, 30, 1.1), (28, 30, 0.7)) * 3,
 }
@@ -150,7 +150,7 @@ class Arrivals:
             yield from (at / self.rate for at in self.trace)
             return
         now = 0.0
-        phases = _PATTERNS.get(self.kind, ((1.0, _CHUNK, 1.0),))
+        phases = PATTERNS.get(self.kind, ((1.0, _CHUNK, 1.0),))
         for rate, number, burstiness in cycle(phases):
             gap = 1 / (rate * self.rate * burstiness)
             for wait in rng.gamma(burstiness, gap, number).tolist():

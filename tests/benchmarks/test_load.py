@@ -22,6 +22,8 @@ from gateway.main import Gateway
 from nightjar.errors import ConfigError
 from planner_service.load import report
 from planner_service.load.endpoint import Answer, Wish
+from planner_service.load.grpc_client import GrpcEndpoint
+from planner_service.load.http_client import HttpEndpoint
 from planner_service.load.report import Slo, summarize
 from planner_service.load.run import Limits, Load, Record, Run
 from planner_service.load.workload import Ask, read_mooncake, workload
@@ -137,19 +139,23 @@ async def test_ctrl_c_keeps_the_results_so_far(worker: FakeWorker, tmp_path: Pat
 
 
 async def test_refusals_are_counted_and_named(worker: FakeWorker) -> None:
-    """A failed request is no latency; its reason is shown, and the status is 1."""
-    flags = ["--data=fixed:4,300", "--max-output=300", "--requests=3", "--clients=3"]
-    status, out, _ = await bench(f"--target={worker.address}", *flags)
-    assert status == 1
-    assert "0 of 3 requests finished, 3 failed" in out
-    assert "1 x INVALID_ARGUMENT: sampling.max_tokens" in out
+    """A failed request is no latency, and its reason is shown."""
+    endpoint = GrpcEndpoint(worker.address, api_key="", credentials=None)
+    limits = Limits(num_requests=3, seconds=0, num_clients=3, timeout_s=10)
+    await endpoint.open()
+    load = Load(endpoint, Wish(), limits, lambda _: None)
+    run = await load.run(ask(i, max_tokens=300) for i in range(9))
+    await endpoint.close()
+    figures = summarize(run, Slo(), warm_up_s=0, bin_s=1)
+    assert (figures["num_failed"], figures["num_finished"], figures["ttft_s"]) == (3, 0, None)
+    assert "3 x INVALID_ARGUMENT: sampling.max_tokens" in report.table(figures)
 
 
 async def test_nobody_there_is_said_at_once() -> None:
     """An address without a server is a wrong flag."""
-    status, _, err = await bench("--target=http://127.0.0.1:9/v1", "--requests=1")
-    assert status == 2
-    assert "--target" in err
+    endpoint = HttpEndpoint("http://127.0.0.1:9/v1", model="", api_key="", ca="", timeout_s=5)
+    with pytest.raises(ConfigError, match="--target: no model is listed"):
+        await endpoint.open()
 
 
 class Clockwork:
