@@ -268,6 +268,49 @@ def test_bad_requests_end_with_a_sentence_and_harm_nobody() -> None:
     assert {bench.channel.end(r).reason for r in (2, 3, 4, 5)} == {"error"}
 
 
+def test_a_resumed_answer_sends_what_is_new() -> None:
+    """The engine goes on after the tokens it is given; ids out of range are refused."""
+    bench = Bench()
+    whole = answer(bench, params(max_tokens=30, frequency_penalty=0.7))
+    for request_id, prior in enumerate([whole[:1], whole[:29], whole, [3, 40], [-1]]):
+        sampling = params(max_tokens=30, frequency_penalty=0.7)
+        bench.give(
+            Submit(
+                request_id=request_id,
+                prompt_token_ids=TEXT,
+                sampling=sampling,
+                prior_token_ids=prior,
+            )
+        )
+    bench.finish()
+    assert [bench.channel.tokens(i) for i in range(5)] == [whole[1:], whole[29:], [], [], []]
+    assert [bench.channel.end(i).reason for i in range(3)] == ["length"] * 3
+    for request_id in (3, 4):
+        assert bench.channel.end(request_id).error == "prior token ids must lie in [0, 40)"
+
+
+def test_log_probabilities_are_sent_with_their_tokens() -> None:
+    """A long prompt's arrive chunk by chunk before the first token, the answer's beside it."""
+    bench = Bench()
+    bench.give(
+        submit(1, TEXT * 6, max_tokens=7, num_prompt_logprobs=2, num_logprobs=3),
+        submit(2, TEXT, max_tokens=7),
+    )
+    bench.finish()
+    outputs = bench.channel.of(StepOutput)
+    chunks = [message for output in outputs for message in output.prompt_logprobs]
+    assert len(chunks) > 1
+    assert {(chunk.request_id, chunk.num_top) for chunk in chunks} == {(1, 2)}
+    assert sum(len(chunk.chosen) for chunk in chunks) == 4 * (len(TEXT) * 6 - 1)
+    parts = [message for output in outputs for message in output.logprobs]
+    assert {(part.request_id, part.num_top) for part in parts} == {(1, 3)}
+    assert sum(len(part.chosen) for part in parts) == 4 * 7
+    assert sum(len(part.top_ids) for part in parts) == 4 * 7 * 3
+    assert [len(output.logprobs) for output in outputs] == [
+        output.request_ids.count(1) for output in outputs
+    ]
+
+
 def test_an_abort_ends_the_request_and_shutdown_ends_all() -> None:
     """Aborted requests say so once; at shutdown what is left ends as aborted, waiting or not."""
     bench = Bench()
