@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import grpc
@@ -40,6 +41,16 @@ def test_top_k_off_and_one(worker: Worker) -> None:
     assert ids(list(worker.generate(top_k=-1, **SAMPLED))) == plain
     greedy = ids(list(worker.generate(max_tokens=20)))
     assert ids(list(worker.generate(top_k=1, **SAMPLED))) == greedy != plain
+
+
+def test_the_smallest_temperatures_are_greedy(worker: Worker) -> None:
+    """Down to the smallest double they equal temperature 0, and every log-probability is finite."""
+    greedy = ids(list(worker.generate(max_tokens=12)))
+    for temperature in (1e-4, 1e-5, 1e-6, 1e-8, 5e-324):
+        asked = {"temperature": temperature, "seed": 5, "max_tokens": 12, "logprobs": 2}
+        pieces = list(worker.generate(**asked))
+        assert ids(pieces) == greedy
+        assert all(math.isfinite(top.logprob) for entry in entries(pieces) for top in entry.top)
 
 
 def test_each_choice_is_the_answer_to_its_own_seed(worker: Worker) -> None:
