@@ -87,7 +87,13 @@ class VllmEngineServicer:
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:
-        """Whether a request that came now would be answered."""
+        """Whether a request that came now would be answered.
+
+        Raises:
+            Unavailable: The worker is starting: a gateway that were answered would go on and ask
+                for facts that are not known yet.
+        """
+        self._state.limits()
         healthy = self._state.serving
         return pb.HealthCheckResponse(healthy=healthy, message="" if healthy else "not serving")
 

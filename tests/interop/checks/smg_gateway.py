@@ -22,6 +22,17 @@ CHAT = {
     "max_completion_tokens": 24,
     "temperature": 0,
 }
+# Numbers that are the same in 32 bits, which that protocol has, and in 64.
+SAMPLED = {
+    "temperature": 0.5,
+    "top_p": 0.75,
+    "seed": 5,
+    "n": 2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.25,
+    "logprobs": True,
+    "top_logprobs": 3,
+}
 START_TIMEOUT_S = 60
 
 
@@ -85,12 +96,18 @@ def check(base: str, whole: dict) -> str:
     assert "".join(deltas) == text
     usage = chunks[-1]["usage"]
     assert usage["completion_tokens"] == 24, usage
-    sampled = {**CHAT, "temperature": 0.8, "seed": 5}
-    answers = [
-        json.loads(post(at, "/v1/chat/completions", sampled)[1])["choices"][0]["message"]["content"]
-        for at in (base, base)
-    ]
-    assert answers[0] == answers[1]
+    theirs, mine = (
+        json.loads(post(at, "/v1/chat/completions", {**CHAT, **SAMPLED})[1])
+        for at in (base, os.environ["NIGHTJAR_HTTP"])
+    )
+    assert len(theirs["choices"]) == 2
+    for one, other in zip(theirs["choices"], mine["choices"], strict=True):
+        assert one["message"]["content"] == other["message"]["content"]
+        entries = zip(one["logprobs"]["content"], other["logprobs"]["content"], strict=True)
+        for entry, same in entries:
+            assert entry["bytes"] == same["bytes"]
+            assert len(entry["top_logprobs"]) == len(same["top_logprobs"]) == 3
+            assert abs(entry["logprob"] - same["logprob"]) < 1e-4
     plain = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
     theirs, mine = (
         json.loads(post(at, "/v1/completions", plain)[1])["choices"][0]["text"]
@@ -110,7 +127,8 @@ def check(base: str, whole: dict) -> str:
     )
     assert accepted + rejected > 0, details
     return (
-        "chat whole, streamed, seeded and stopped, completions, a refusal; text and usage as "
+        "chat whole, streamed, stopped, sampled with n, penalties and log-probabilities; "
+        "completions; a refusal; answers and usage as "
         f"Nightjar's own gateway; {accepted} drafts accepted, {rejected} rejected"
     )
 

@@ -115,7 +115,14 @@ async def test_every_parameter_reaches_the_engine(front: FrontMaker) -> None:
                 stop=["QQ"],
                 stop_token_ids=[99],
                 ignore_eos=True,
-                n=1,
+                n=2,
+                min_tokens=1,
+                repetition_penalty=1.5,
+                presence_penalty=0.5,
+                frequency_penalty=-0.25,
+                logit_bias={80: -1.5, 7: 2},
+                logprobs=2,
+                prompt_logprobs=0,
                 include_stop_str_in_output=True,
                 spaces_between_special_tokens=True,
             ),
@@ -127,8 +134,11 @@ async def test_every_parameter_reaches_the_engine(front: FrontMaker) -> None:
             "stop=('QQ',)",
             "stop_token_ids=(99,)",
             "ignore_eos=True",
+            "min_tokens=1, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.25",
+            "logit_bias=((7, 2.0), (80, -1.5)), num_logprobs=2, num_prompt_logprobs=0",
         ):
             assert part in full
+        assert len(worker.told("Submit")) == 3  # two choices
 
 
 async def test_the_match_that_ended_an_answer_is_named(front: FrontMaker) -> None:
@@ -283,8 +293,8 @@ async def test_facts_and_load(front: FrontMaker, tiny: Any) -> None:
 
 
 async def test_calls_that_are_not_served_say_why(front: FrontMaker) -> None:
-    """UNIMPLEMENTED with a sentence, for single answers and for streams; before the model too."""
-    async with served(front, until_ready=False) as (_, stub):
+    """UNIMPLEMENTED with a sentence, for single answers and for streams."""
+    async with served(front) as (_, stub):
         for call, words in (
             (stub.Embed(pb.EmbedRequest()), "embeddings are not served"),
             (stub.FlushCache(common_pb2.FlushCacheRequest()), "not flushed"),
@@ -295,6 +305,22 @@ async def test_calls_that_are_not_served_say_why(front: FrontMaker) -> None:
             with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
                 await call
             assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_starting_worker_is_not_taken_for_one_that_serves(front: FrontMaker) -> None:
+    """Whatever a gateway decides by is UNAVAILABLE until the model is there: it asks again."""
+    async with served(front, "--start-s=60", until_ready=False) as (_, stub):
+        for call in (
+            stub.HealthCheck(pb.HealthCheckRequest(), wait_for_ready=True),
+            stub.GetModelInfo(pb.GetModelInfoRequest()),
+            stub.GetTokenizer(common_pb2.GetTokenizerRequest()).read(),
+            stub.Generate(request(70)).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="starting") as caught:
+                await call
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        server = await stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert server.max_num_seqs == 0
 
 
 async def test_reflection_lists_the_service(front: FrontMaker) -> None:
