@@ -27,7 +27,7 @@ _TEXT_PART = {
 
 def prompts(value: object) -> list[str] | list[list[int]]:
     """One prompt or several, each a string or token ids; always as a list of prompts."""
-    if isinstance(value, list) and (not value or isinstance(value[0], int)):
+    if isinstance(value, list) and (not value or isinstance(value[0], int | float)):
         return [token_ids(value)]
     given: list[Any] = value if isinstance(value, list) else [value]
     kinds = set(map(type, given))
@@ -40,12 +40,19 @@ def prompts(value: object) -> list[str] | list[list[int]]:
 
 def token_ids(value: object) -> list[int]:
     """Token ids that fit the protocol; whether the model has them is the validator's to say."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        value = [whole(item) for item in value]
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("must be a list of token ids")
     if value and not -INT32_END <= min(value) <= max(value) < INT32_END:
         outside = next(i for i, item in enumerate(value) if not -INT32_END <= item < INT32_END)
         raise ValueError(f"entry {outside} lies outside the vocabulary")
     return value
+
+
+def whole(value: object) -> object:
+    """A whole number, however it is written: to JSON, 2.0 is one."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def strings(value: object) -> list[str]:
@@ -116,7 +123,8 @@ def within(low: float, high: float | None = None, *, above: bool = False) -> Any
     return Field(json_schema_extra=dict(limits))
 
 
-Int32 = Annotated[int, Field(ge=-INT32_END, lt=INT32_END)]
+Whole = BeforeValidator(whole)
+Int32 = Annotated[int, Field(ge=-INT32_END, lt=INT32_END), Whole]
 TokenIds = Annotated[
     list[int],
     PlainValidator(token_ids),

@@ -20,6 +20,7 @@ from gateway.http.fields import (
     Strings,
     TokenIds,
     ToolChoice,
+    Whole,
     within,
 )
 from nightjar.validation import MAX_GAMMA, MAX_MESSAGES, MAX_TOOLS
@@ -130,7 +131,7 @@ class Body(_Strict):
     top_p: Annotated[float | None, within(0, 1, above=True)] = None
     top_k: Annotated[Int32 | None, within(-1), Field(description="0 and -1: off.")] = None
     min_p: Annotated[float | None, within(0, 1)] = None
-    seed: Annotated[int, Field(ge=0, lt=_SEED_END)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=_SEED_END), Whole] | None = None
     max_tokens: Annotated[
         Int32 | None, within(1), Field(description="With the prompt, at most the context.")
     ] = None

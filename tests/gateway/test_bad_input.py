@@ -349,6 +349,29 @@ async def test_request_ids_and_headers(served: Any, worker: FakeWorker) -> None:
     assert [part async for part in served.grpc.Generate(message)]
 
 
+async def test_free_text_is_for_logs_alone(
+    served: Any, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name of a user with any characters, or a megabyte of it, is cut, escaped, and harmless."""
+    for name, field, route, body in [
+        ("a\0b/\nc\x1b[31m", "user", COMPLETION, HELLO),
+        ("u" * 1_000_000, "user", COMPLETION, HELLO),
+        ("x\r\nanswered", "safety_identifier", CHAT, {**HI, "max_tokens": 2}),
+    ]:
+        response = await post(served, route, {**body, field: name})
+        assert response.status_code == 200
+        assert name not in worker.requests[-1].SerializeToString().decode("latin-1")
+    lines: list[str] = []
+
+    def three() -> bool:
+        out = capsys.readouterr().out.splitlines()
+        lines.extend(line for line in out if "answered   " in line)
+        return len(lines) >= 3
+
+    await until(three, "three answers are logged")
+    assert all(len(line) < 1000 and "\0" not in line for line in lines)
+
+
 async def test_content_type_must_be_json(served: Any) -> None:
     """A page in a browser cannot post a form here without asking first."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):

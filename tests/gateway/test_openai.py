@@ -111,7 +111,9 @@ async def test_continuous_usage(served: Any) -> None:
     assert counts == [2, 4, 5, 5, 5]
 
 
-@pytest.mark.parametrize("prompt", ["hello", ["hello"], [104, 101, 108, 108, 111]])
+@pytest.mark.parametrize(
+    "prompt", ["hello", ["hello"], [104, 101, 108, 108, 111], [[104, 101, 108.0, 108, 111]]]
+)
 async def test_completion_prompts(served: Any, prompt: Any) -> None:
     """A prompt is a string, a list of one string, or token ids; 16 tokens are the default."""
     answer = await served.openai.completions.create(model="tiny", prompt=prompt)

@@ -63,6 +63,12 @@ def test_nothing_is_missing_or_left_over() -> None:
     assert set(SCHEMAS) - references(DOCUMENT) == {"ChatCompletionChunk"}  # named in words
 
 
+def test_a_seed_is_an_unsigned_number_of_64_bits() -> None:
+    """Its range is that of the protocol, in words of JSON Schema."""
+    number = SCHEMAS["CompletionBody"]["properties"]["seed"]["anyOf"][0]
+    assert number == {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**64}
+
+
 def accepted(name: str, **fields: Any) -> bool:
     """Whether the validator lets a body with these fields pass."""
     requests = parse(ROUTES[name], {**PROMPTS[name], **fields}, "").requests
