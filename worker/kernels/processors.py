@@ -133,6 +133,7 @@ def logits_of(source, ids, at, how, vocab_size):  # type: ignore[no-untyped-def]
     if how[0]:
         program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         own = how[12] + program * _TILE
+        tl.debug_barrier()  # all have read what the last call left
         tl.store(own + at, ids)
         tl.debug_barrier()
         for start in range(0, _TILE, _LANES):
@@ -140,7 +141,6 @@ def logits_of(source, ids, at, how, vocab_size):  # type: ignore[no-untyped-def]
             x = few_logits_of(source, tl.load(lane), how, vocab_size)
             tl.store(lane, x.to(tl.int32, bitcast=True))
         tl.debug_barrier()
-        # Written above by the threads that read here: the next call disturbs nobody.
         logits = tl.load(own + at).to(tl.float32, bitcast=True)
     else:
         logits = tl.load(source + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)

@@ -39,6 +39,7 @@ _FRAME = tl.constexpr(FRAME)
 _UNUSABLE = tl.constexpr(UNUSABLE)
 _NO_ID = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(0x7F800000)
+_THREADS = tl.constexpr(256)
 _STEPS = tl.constexpr(11)  # of bisection, to a hundredth in |z|
 
 
@@ -158,6 +159,12 @@ def _band_of_top_p(z, sums, samples, top_p):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _by_thread(weights):  # type: ignore[no-untyped-def]
+    """Sums of CHUNK integers, as many as threads, whichever each adds: so few fit its registers."""
+    return tl.sum(tl.reshape(weights, (_THREADS, _CHUNK // _THREADS)), 1)
+
+
+@triton.jit
 def sort_out(  # type: ignore[no-untyped-def]
     logits,
     stride,
@@ -249,8 +256,8 @@ def sort_out(  # type: ignore[no-untyped-def]
             mattering = tl.where(is_top_k, end, _NO_KEY)
             wanted = (keys_of(maximum, top, scale) <= mattering) & (maximum > float("-inf"))
             number = pick(picked, k, wanted, NUM_BLOCKS, PADDED)
-            front = tl.zeros((_CHUNK,), tl.int64)
-            rest = tl.zeros((_CHUNK,), tl.int64)
+            front = tl.zeros((_THREADS,), tl.int64)
+            rest = tl.zeros((_THREADS,), tl.int64)
             front_number = tl.zeros((), tl.int32)
             for tile in range(tl.program_id(1), tl.cdiv(number, _CHUNK_BLOCKS), tl.num_programs(1)):
                 tokens = tokens_of(picked, k, tile, number, NUM_BLOCKS)
@@ -261,8 +268,8 @@ def sort_out(  # type: ignore[no-untyped-def]
                 else:
                     bins = bins_of(keys, near, step)
                     weights = weights_of(keys)
-                    front += tl.where(bins == 0, weights, 0)
-                    rest += tl.where(bins == _BINS - 1, weights, 0)
+                    front += _by_thread(tl.where(bins == 0, weights, 0))
+                    rest += _by_thread(tl.where(bins == _BINS - 1, weights, 0))
                     inside = (bins > 0) & (bins < _BINS - 1)
                     to = k * _BINS + bins
                     tl.atomic_add(masses + to, weights, mask=inside, sem="relaxed")

@@ -232,6 +232,7 @@ def _accept(  # type: ignore[no-untyped-def]
         num_kept = tl.load(field + 6 * fields_stride)
         forced = tl.load(field + 9 * fields_stride)
         num_prompt = tl.load(field + 10 * fields_stride)
+        changes = tl.load(asked + row) != 0
         kept_at += num_prompt
         num_kept -= num_prompt
         base = tl.load(bases + row)
@@ -244,7 +245,7 @@ def _accept(  # type: ignore[no-untyped-def]
         if num_kept > 0:
             tl.store(state + i, tl.maximum(chosen, 0), mask=i <= num_accepted)
             tl.store(num_tokens + slot, base + num_accepted + 1)
-            if tl.load(asked + row) != 0:  # its logits are processed: what it says is counted
+            if changes:  # its logits are processed: what it says is counted
                 own = marks + slot.to(tl.int64) * marks_width
                 said = i <= num_accepted
                 tl.atomic_add(own + tl.maximum(chosen, 0), 1, mask=said, sem="relaxed")

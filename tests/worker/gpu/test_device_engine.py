@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from device_engine import DeviceEngine
+from engine_rig import Answer
 from tiny import TinyModels
 
 from nightjar.errors import ModelRefused
@@ -21,7 +22,7 @@ from worker.model import build
 from worker.model.build import Models, build_models
 from worker.model.device import Placement
 
-VOCAB = 320
+VOCAB, EOS = 320, 2
 SIZE = (5, 12) if torch.cuda.is_available() else (3, 6)  # requests, tokens; interpreted slowly
 HAS_GPU = torch.cuda.is_available()
 KERNELS = Placement(torch.device("cuda" if HAS_GPU else "cpu"), kernels=True)
@@ -73,10 +74,23 @@ def pair(tiny: TinyModels, request: pytest.FixtureRequest) -> Iterator[Models]:
 
 
 def requests(seed: int, count: int, max_tokens: int) -> dict[int, tuple[list[int], object]]:
-    """Random prompts, greedy and sampled."""
+    """Random prompts, greedy and sampled; every third request has its logits processed."""
     rng = random.Random(seed)
-    return {
-        number: (
+    asked: dict[int, tuple[list[int], object]] = {}
+    for number in range(count):
+        more: dict[str, object] = {}
+        if number % 3 == 1:
+            more = {
+                "repetition_penalty": 1.4,
+                "presence_penalty": 0.6,
+                "frequency_penalty": rng.choice([0.8, -1.2]),
+                "logit_bias": ((EOS, 9.0), (7, -3.0), (200, 2.5)),
+                "min_tokens": max_tokens - 1,
+                "stop_token_ids": (EOS,),
+                "num_logprobs": 2,
+                "num_prompt_logprobs": 1,
+            }
+        asked[number] = (
             [rng.randrange(VOCAB) for _ in range([1, 7, 18, 40, 2][number % 5])],
             SamplingParams(
                 temperature=rng.choice([0.0, 0.8]),
@@ -84,26 +98,35 @@ def requests(seed: int, count: int, max_tokens: int) -> dict[int, tuple[list[int
                 seed=rng.getrandbits(64),
                 max_tokens=max_tokens,
                 ignore_eos=True,
+                **more,  # type: ignore[arg-type]
             ),
         )
-        for number in range(count)
-    }
+    return asked
 
 
-def expected(plain: Models, asked: dict[int, tuple[list[int], object]]) -> dict[int, list[int]]:
-    """Answers of plain decoding, each request alone."""
+def alone(plain: Models, asked: dict[int, tuple[list[int], object]]) -> dict[int, Answer]:
+    """What plain decoding makes of each request by itself."""
     answers = {}
     for number, (prompt, sampling) in asked.items():
         engine = DeviceEngine(dataclasses.replace(CONFIG, proposer="none"), plain, vocab_size=VOCAB)
         engine.submit(number, prompt, sampling)  # type: ignore[arg-type]
-        answers[number] = engine.run()[number].token_ids
+        answers[number] = engine.run()[number]
     return answers
 
 
+def expected(plain: Models, asked: dict[int, tuple[list[int], object]]) -> dict[int, list[int]]:
+    """Answers of plain decoding, each request alone."""
+    return {number: answer.token_ids for number, answer in alone(plain, asked).items()}
+
+
 def test_any_gamma_in_any_batch_gives_plain_decodings_answers(plain: Models, pair: Models) -> None:
-    """Requests that arrive together, gamma changing at every step, answer as alone."""
+    """Requests that arrive together, gamma changing at every step, answer as alone.
+
+    What is reported of tokens and prompts is the same too.
+    """
     asked = requests(1, *SIZE)
-    answers = expected(plain, asked)
+    by_themselves = alone(plain, asked)
+    answers = {number: answer.token_ids for number, answer in by_themselves.items()}
     assert all(len(tokens) == SIZE[1] for tokens in answers.values())
     engine = DeviceEngine(CONFIG, pair, vocab_size=VOCAB)
     rng = random.Random(2)
@@ -117,6 +140,15 @@ def test_any_gamma_in_any_batch_gives_plain_decodings_answers(plain: Models, pai
             break
     found = engine.run()
     assert {number: answer.token_ids for number, answer in found.items()} == answers
+    assert len(found[1].logprobs.chosen) == SIZE[1]
+    assert len(found[1].prompt_logprobs.chosen) == len(asked[1][0]) - 1
+    for number, answer in by_themselves.items():
+        for ours, theirs in (
+            (found[number].logprobs, answer.logprobs),
+            (found[number].prompt_logprobs, answer.prompt_logprobs),
+        ):
+            assert ours.chosen == pytest.approx(theirs.chosen, abs=1e-4)
+            assert ours.top_ids == theirs.top_ids
     drafted = [answer.finished.usage.num_draft_tokens for answer in found.values()]
     accepted = [answer.finished.usage.num_accepted_tokens for answer in found.values()]
     assert sum(drafted) > 0
