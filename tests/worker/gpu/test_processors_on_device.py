@@ -69,8 +69,13 @@ class Case:
     row_of: list[int]
 
 
-def case(vocab_size: int, asking: tuple[dict, ...], *, seed: int, **common: object) -> Case:
-    """Rows that ask so, with prompts and outputs that repeat; slots in another order than rows."""
+def case(
+    vocab_size: int, asking: tuple[dict, ...], *, seed: int, most: int = 4, **common: object
+) -> Case:
+    """Rows that ask so, with prompts and outputs that repeat, and up to `most` drafts.
+
+    Slots are in another order than rows.
+    """
     rng = random.Random(seed)
     rows, drafts, width = [], [], 64
     num_slots = len(asking) + 2
@@ -91,7 +96,7 @@ def case(vocab_size: int, asking: tuple[dict, ...], *, seed: int, **common: obje
         )
         row.token_ids += [rng.randrange(min(vocab_size, 20)) for _ in range(rng.randint(0, 12))]
         rows.append(row)
-        drafts.append([rng.randrange(min(vocab_size, 12)) for _ in range(rng.randint(0, 4))])
+        drafts.append([rng.randrange(min(vocab_size, 12)) for _ in range(rng.randint(0, most))])
         tokens = row.token_ids + drafts[-1]
         state.tokens[slots[number], : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         marks = np.zeros(marks_width(vocab_size), np.int32)
@@ -201,7 +206,7 @@ COMMON = ({"temperature": 0.0}, {}, {"top_k": 7}, {"top_p": 0.9, "temperature": 
 @pytest.mark.parametrize("common", COMMON)
 def test_choices_are_those_of_processed_logits(common: dict) -> None:
     """Greedy, sampled, listed and cut rows choose as worker.sampling does after its processors."""
-    of = case(501, ASKING, seed=9, **common)
+    of = case(501, ASKING, seed=9, most=1, **common)
     logits = random_logits(len(of.row_of), 512, seed=2, scale=3.0)
     logits[:, :40] += 8.0  # what prompts, outputs and drafts are made of
     scratch = SampleScratch.allocate(len(logits), 501, DEVICE)
@@ -221,7 +226,7 @@ def test_a_cut_through_more_tokens_than_are_listed_is_of_processed_logits() -> N
     """Where a whole row is searched again, what its request changes is seen there too."""
     vocab_size = 5003
     asking = ({"logit_bias": ((2, 90.0), (9, 90.0)), "presence_penalty": 2.0}, {"min_tokens": 90})
-    of = case(vocab_size, asking, seed=4, top_p=0.999)
+    of = case(vocab_size, asking, seed=4, most=0, top_p=0.999)
     logits = torch.zeros(len(of.row_of), vocab_size, device=DEVICE).bfloat16()
     logits[:, EOS] = 60.0
     scratch = SampleScratch.allocate(len(logits), vocab_size, DEVICE)
@@ -236,7 +241,7 @@ def test_a_cut_through_more_tokens_than_are_listed_is_of_processed_logits() -> N
 def test_drafts_are_scored_by_processed_logits() -> None:
     """A draft's log-probability is of the distribution that it was drawn from."""
     vocab_size = 501
-    of = case(vocab_size, ASKING, seed=3, temperature=0.8)
+    of = case(vocab_size, ASKING, seed=3, most=1, temperature=0.8)
     # One position of each row, as in the draft's loop.
     last = [max(k for k, row in enumerate(of.row_of) if row == r) for r in range(len(of.rows))]
     first = of.inputs.processing
