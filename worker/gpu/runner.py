@@ -8,57 +8,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from worker.engine.plan import (
-    Plan,
-    PlannedRow,
-    RowResult,
-    StepResult,
-    TokenLogprobs,
-    caught_up,
-)
+from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult, caught_up
 from worker.engine.runner import NOT_NUMBERS
 from worker.gpu.buckets import Buckets
 from worker.gpu.device_rows import DeviceRows, force, shape_of
 from worker.gpu.drafter import Drafter
 from worker.gpu.forward import DeviceDraftForward, DeviceForward
 from worker.gpu.graphs import Graphs
-from worker.gpu.staging import HostStage, Stage
+from worker.gpu.reports import Reports
+from worker.gpu.staging import Stage
 from worker.gpu.timing import Marks, Timer, elapsed_us, wait
-from worker.kernels.logprobs import REPORT_WIDTH, ReportScratch, read_reports, report_rows
-from worker.kernels.processors import Asked
+from worker.kernels.logprobs import REPORT_WIDTH, ReportScratch, report_rows
 from worker.kernels.sampling import SampleScratch, sample_rows
 from worker.kernels.step import RESULT_WIDTH, Choices, Field, RowState, StepKernels
 from worker.speculative.ngram import NgramProposer
-
-
-@dataclass(slots=True)
-class Reports:
-    """Log-probabilities that a step's rows ask for, and where each row's lie among them."""
-
-    values: torch.Tensor  # int32 [num, REPORT_WIDTH], pinned; there once the step has ended
-    firsts: list[int]  # of each row
-    num_prompts: list[int]  # of each row's, those of prompt tokens, which come first
-    num_tops: list[int]  # alternatives of each row's tokens; -1: no report
-    num_prompt_tops: list[int]
-
-    def add_to(self, rows: list[RowResult]) -> None:
-        """Give each result what its row asks for: reports of tokens that were taken."""
-        values = self.values.numpy()
-        for index, row in enumerate(rows):
-            first, num_prompt = self.firsts[index], self.num_prompts[index]
-            if num_prompt:
-                part = values[first : first + num_prompt]
-                row.prompt_logprobs = TokenLogprobs(
-                    *read_reports(part, self.num_prompt_tops[index])
-                )
-            if self.num_tops[index] >= 0 and row.token_ids:
-                first += num_prompt
-                part = values[first : first + len(row.token_ids)]
-                row.logprobs = TokenLogprobs(*read_reports(part, self.num_tops[index]))
 
 
 class DeviceFlight:
@@ -234,7 +200,7 @@ class DeviceRunner:
         reports = None
         if num_reports:
             report_values[:num_reports].copy_(self._reports[:num_reports], non_blocking=True)
-            reports = _reports(report_values[:num_reports], host, len(plan.rows))
+            reports = Reports.of(report_values[:num_reports], host, len(plan.rows))
         marks = Marks(begun, caught_up, self._timer.mark())
         previous, self._previous = self._previous, marks
         return DeviceFlight(plan, marks, previous, results, reports)
@@ -297,17 +263,6 @@ class DeviceRunner:
         while count < num_drafts and self._random.random() < self.synthetic_acceptance:
             count += 1
         return count
-
-
-def _reports(values: torch.Tensor, host: HostStage, num_rows: int) -> Reports:
-    asked = host.asked[:, :num_rows]
-    return Reports(
-        values,
-        asked[Asked.REPORT].tolist(),
-        host.fields[Field.NUM_PROMPT, :num_rows].tolist(),
-        asked[Asked.NUM_TOP].tolist(),
-        asked[Asked.NUM_PROMPT_TOP].tolist(),
-    )
 
 
 def _result(row: PlannedRow, values: Sequence[int]) -> RowResult:
