@@ -91,13 +91,20 @@ class System:
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "nightjar.log"
         http, grpc = free_ports(2)
-        (folder / "shm").mkdir()
         argv = [sys.executable, "-m", "nightjar", "up", f"--model={MODEL}"]
         argv += [f"--http-listen=127.0.0.1:{http}", f"--grpc-listen=127.0.0.1:{grpc}"]
         argv += [f"--run-dir={folder / 'run'}"]
         argv += ["--", f"--served-model-name={MODEL}", f"--max-model-len={MAX_MODEL_LEN}"]
+        # Variables are settings of whoever calls; only where models lie is theirs to say.
+        self._environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("NIGHTJAR_") or name == "NIGHTJAR_CACHE_DIR"
+        }
         with self.log.open("w") as out:
-            self.process = subprocess.Popen(argv, stdout=out, stderr=out, cwd=ROOT)
+            self.process = subprocess.Popen(
+                argv, stdout=out, stderr=out, cwd=ROOT, env=self._environ
+            )
 
     def ready(self) -> dict[str, str]:
         """Wait until it serves; returns the variables that the checks read.
@@ -112,7 +119,12 @@ class System:
             time.sleep(0.2)
         self._draft_always()
         at = json.loads((self.folder / "run" / "addresses.json").read_text())
-        model = resolve_model(MODEL, cache_folder(""), lambda *_: None)
+        model = resolve_model(
+            MODEL,
+            cache_folder(self._environ.get("NIGHTJAR_CACHE_DIR", "")),
+            lambda *_: None,
+            needs_weights=False,
+        )
         return {
             "NIGHTJAR_HTTP": f"http://{at['gateway_http']}",
             "NIGHTJAR_GRPC": at["gateway_grpc"],
@@ -124,7 +136,7 @@ class System:
     def _draft_always(self) -> None:
         """Fix gamma, so that every answer has drafts to count."""
         argv = [sys.executable, "-m", "nightjar", "policy", "activate", "fixed", "--param=gamma=3"]
-        environ = {**os.environ, "NIGHTJAR_RUN_DIR": str(self.folder / "run")}
+        environ = {**self._environ, "NIGHTJAR_RUN_DIR": str(self.folder / "run")}
         run = subprocess.run(argv, check=False, capture_output=True, text=True, env=environ)
         if run.returncode != 0:
             raise Failed(f"`nightjar policy activate` failed: {run.stderr[-2000:]}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -65,6 +66,7 @@ class VllmEngineServicer:
         if asked.sampling.num_prompt_logprobs >= 0:
             prompt = asked.prompt
             token_ids = prompt if isinstance(prompt, list) else await state.encode(prompt, limits)
+            asked = dataclasses.replace(asked, prompt=token_ids)
             messages.first_token_id = token_ids[0] if token_ids else None
         call = _Call()
         context.add_done_callback(lambda _: call.end())

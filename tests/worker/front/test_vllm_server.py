@@ -141,6 +141,25 @@ async def test_every_parameter_reaches_the_engine(front: FrontMaker) -> None:
         assert len(worker.told("Submit")) == 3  # two choices
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_log_probabilities_of_prompt_and_answer(front: FrontMaker, stream: bool) -> None:
+    """Each token of a text prompt, the first one without a value, and each token of the answer."""
+    async with served(front) as (worker, stub):
+        params = {"max_tokens": 4, "logprobs": 2, "prompt_logprobs": 1}
+        asking = pb.GenerateRequest(text="abcde", sampling_params=params, stream=stream)
+        messages = await told(stub, asking)
+        prompt = worker.told("Submit")[0].split("prompt_token_ids=[")[1].split("]")[0]
+        bodies = [getattr(one, one.WhichOneof("response")) for one in messages]
+        assert [str(i) for i in bodies[0].input_logprobs.token_ids] == prompt.split(", ")
+        values = [one.HasField("value") for one in bodies[0].input_logprobs.token_logprobs]
+        assert values == [False, True, True, True, True]
+        assert [body.HasField("input_logprobs") for body in bodies[1:]] == [False] * len(bodies[1:])
+        scored = [i for body in bodies for i in body.output_logprobs.token_ids]
+        assert scored == list(bodies[-1].output_ids)
+        tops = [top for body in bodies for top in body.output_logprobs.top_logprobs]
+        assert [len(top.values) for top in tops] == [2] * 4
+
+
 async def test_the_match_that_ended_an_answer_is_named(front: FrontMaker) -> None:
     """A stop string or a stop id stands in `matched_stop`, and the ids hold it."""
     async with served(front) as (_, stub):
