@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class Ask:
     prompt: Prompt
     seed: int
     due_s: float = 0.0
+    share: float = 1.0  # of the design's most tokens, at which its answer is cut
 
 
 def load_prompts(spec_bench: str, tokenizer: Tokenizer, design: Design) -> list[Prompt]:
@@ -65,6 +66,18 @@ def endless(prompts: list[Prompt], seed: str) -> Iterator[Ask]:
     while True:
         for prompt in rng.sample(prompts, len(prompts)):
             yield Ask(prompt=prompt, seed=rng.getrandbits(48))
+
+
+def amid(asks: Iterator[Ask], num_rows: int, seed: str) -> Iterator[Ask]:
+    """The same requests, of which the first rows' worth are cut short, each elsewhere.
+
+    So a closed loop is from its start as it goes on: rows end, and prompts come, all the time.
+    """
+    shares = [(i + 0.5) / num_rows for i in range(num_rows)]
+    random.Random(seed).shuffle(shares)
+    for share in shares:
+        yield replace(next(asks), share=share)
+    yield from asks
 
 
 def trace(prompts: list[Prompt], name: str, *, peak: float, seconds: float, seed: str) -> list[Ask]:

@@ -48,6 +48,7 @@ from paper.design import (
     CLOSED_ARMS,
     DESIGN,
     ELASTIC_ARMS,
+    LEARNING,
     MAX_GAMMA,
     OFF,
     OPEN_ARMS,
@@ -75,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def minutes(design: Design) -> dict[str, float]:
     """About how long each section takes with all of its arms."""
-    closed = len(CLOSED_ARMS) * (design.closed_passes + design.warm_passes)
-    closed *= len(design.cells)
-    trace = design.trace_s + _DRAIN_S
-    passes = design.open_passes + design.warm_passes / 2
+    warm, trace = len(LEARNING) * design.warm_passes, design.trace_s + _DRAIN_S
+    closed = len(CLOSED_ARMS) * design.closed_passes + warm
+    traces = len(OPEN_ARMS) * design.open_passes + warm / 2
+    elastic = len(ELASTIC_ARMS) * (design.open_passes + design.warm_passes / 2)
     return {
-        "closed": closed * (design.slice_s + _SETTLE_S) / 60,
-        "open": len(OPEN_ARMS) * passes * len(TRACES) * trace / 60,
-        "elastic": len(ELASTIC_ARMS) * passes * (trace + _DRAIN_S) / 60,
+        "closed": closed * len(design.cells) * (design.slice_s + _SETTLE_S) / 60,
+        "open": traces * len(TRACES) * trace / 60,
+        "elastic": elastic * (trace + _DRAIN_S) / 60,
     }
 
 
@@ -162,7 +163,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     add("--open-passes", type=int, help="the same of traces")
     add("--after", nargs="+", default=[], help="earlier runs: capacity and best gamma are theirs")
     add("--capacity", type=float, default=0.0, help="requests/s, where no run has measured it")
-    add("--budget-s", type=float, default=540.0, help="seconds after the start of the engine")
+    add("--budget-s", type=float, default=420.0, help="seconds, once the engine is loaded")
     add("--flag", action="append", default=[], metavar="NAME=VALUE", help="a worker's flag more")
     shown = verbs.add_parser("report", allow_abbrev=False, help="make the tables")
     shown.add_argument("files", nargs="+", help="results of runs")

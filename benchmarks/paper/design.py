@@ -78,7 +78,14 @@ TINY = Design(
     closed_passes=2,
     open_passes=2,
     capped_kv_tokens=256,
-    flags=("device=cpu", "dtype=float32", "num-threads=1", "build=eager", "arithmetic=free"),
+    flags=(
+        "device=cpu",
+        "dtype=float32",
+        "num-threads=1",
+        "build=eager",
+        "arithmetic=free",
+        "kv-mb=64",
+    ),
 )
 
 

@@ -58,6 +58,7 @@ class Rig(Driver):
         self._arms: dict[str, Arm] = {}
         self._category: dict[int, str] = {}
         self._prompt_tokens: dict[int, int] = {}
+        self._cut: set[int] = set()  # whose answers end early: their lengths say nothing
         self._asked_at: dict[int, float] = {}
         self._counts: Counter[int] = Counter()  # tokens of open requests
         feed.inbox.append(PlannerLink(connected=True))
@@ -155,6 +156,7 @@ class Rig(Driver):
         self.feed.arm = None
         for table in (self._category, self._prompt_tokens, self._asked_at, self._counts):
             table.clear()
+        self._cut.clear()
         counters = self.engine.memory.elastic.counters
         if self.feed.agent is not None:
             self._bring_back()
@@ -196,11 +198,15 @@ class Rig(Driver):
 
     def _ask(self, ask: Ask, due: float | None = None) -> None:
         params = SamplingParams(
-            temperature=self._design.temperature, seed=ask.seed, max_tokens=self._design.max_tokens
+            temperature=self._design.temperature,
+            seed=ask.seed,
+            max_tokens=max(2, round(ask.share * self._design.max_tokens)),
         )
         ids = list(ask.prompt.token_ids)
         request = Submit(request_id=next(self._ids), prompt_token_ids=ids, sampling=params)
         self._category[request.request_id] = ask.prompt.category
+        if ask.share < 1:
+            self._cut.add(request.request_id)
         self._prompt_tokens[request.request_id] = len(ids)
         self._asked_at[request.request_id] = time.perf_counter() if due is None else due
         if due is None:
@@ -224,6 +230,7 @@ class Rig(Driver):
         for request_id in before - self._open:
             ended.append(now - self._asked_at[request_id])
             category, num_prompt = self._category[request_id], self._prompt_tokens[request_id]
-            self.recorder.ended(category, num_prompt, self._counts[request_id])
+            if request_id not in self._cut:
+                self.recorder.ended(category, num_prompt, self._counts[request_id])
             on_end()
         return sum(len(ids) for _, ids in found), ended

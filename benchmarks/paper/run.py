@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu.arm_list import FOLDERS
 from gpu.driver import JobFailed
 from gpu.served import environment, service
 
 from nightjar.config import parse
 from paper.arms import is_gamma
-from paper.asks import Prompt, digest, endless, load_prompts, trace
+from paper.asks import Prompt, amid, digest, endless, load_prompts, trace
 from paper.design import BEST_FIXED, ELASTIC_TRACE, OFF, TRACES, Design, order
 from paper.memory import MemoryLink
 from paper.rig import ArmFeed, Rig
@@ -66,8 +67,9 @@ class Session:
         design, arms = self._design, self._options.closed_arms
         for cell in self._options.cells:
             for number in range(design.warm_passes + self._options.closed_passes):
-                for arm in order(arms, number):
-                    asks = endless(self._prompts, f"{design.seed} closed {cell} {number}")
+                for arm in self._due(arms, number):
+                    seed = f"{design.seed} closed {cell} {number}"
+                    asks = amid(endless(self._prompts, seed), cell, seed)
                     self._slice(
                         "closed",
                         str(cell),
@@ -102,7 +104,7 @@ class Session:
             # What warms up is short: it is not counted.
             if number < design.warm_passes:
                 asks = asks[: max(1, len(asks) // 3)]
-            for arm in order(arms, number):
+            for arm in self._due(arms, number):
                 found = self._slice(
                     section,
                     name,
@@ -110,6 +112,12 @@ class Session:
                     functools.partial(self._rig.trace_slice, arm, asks),
                 )
                 found |= {"asks": digest(asks), "num_asks": len(asks)}
+
+    def _due(self, arms: tuple[str, ...], number: int) -> tuple[str, ...]:
+        """Arms of a pass in their order; those that learn nothing need no warm-up."""
+        if number < self._design.warm_passes:
+            return tuple(arm for arm in arms if not is_gamma(arm))
+        return order(arms, number)
 
     def _slice(self, section: str, cell: str, number: int, run: Callable[[], Results]) -> Results:
         """One slice, with where it stands; a failed one is told and has no figures."""
@@ -190,7 +198,7 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[Rig, Results]]:
         agent = ""
         if "elastic" in options.sections:
             flags.append(f"--num-blocks={design.capped_kv_tokens // BLOCK_SIZE}")
-            agent = stack.enter_context(service("memory-agent", [], environment()))
+            agent = stack.enter_context(service("memory-agent", [], environment(*FOLDERS)))
             flags.append(f"--memory-agent={agent}")
         config = parse(WorkerConfig, flags, prog="paper", description="", environ={})
         feed = ArmFeed(options.say, None)
