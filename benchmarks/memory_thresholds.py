@@ -79,7 +79,13 @@ def steady(t: float) -> float:
     return 47.0
 
 
-LOADS: dict[str, Load] = {f.__name__: f for f in (bursts, spikes, waves, hovers, steady)}
+def long(t: float) -> float:
+    """A burst, then few requests whose long prompts fill two thirds of the head."""
+    return 75.0 if t < 15 else 3.4
+
+
+LOADS: dict[str, Load] = {f.__name__: f for f in (bursts, spikes, waves, hovers, steady, long)}
+PROMPTS, LONG_PROMPTS = (64, 256, 768), (5_000, 6_000, 7_000)  # tokens, of equal chances
 
 
 @dataclass
@@ -122,7 +128,8 @@ class _World:
     def tick(self, now: float) -> None:
         while self.next_s <= now:
             rng = self.rng
-            self.waiting.append(Row(now, rng.choice([64, 256, 768]), rng.choice([64, 256, 384])))
+            prompts = LONG_PROMPTS if self.load is long and now >= 15 else PROMPTS
+            self.waiting.append(Row(now, rng.choice(prompts), rng.choice([64, 256, 384])))
             self.next_s += rng.expovariate(self.load(now))
         if self.residency is Residency.RELOADING and now >= self.back_at_s:
             assert self.request is not None

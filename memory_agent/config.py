@@ -24,7 +24,7 @@ class AgentConfig:
         limit="a share in [0, 1) or a whole number of blocks",
     )
     tau_high: float = option(
-        0.20,
+        0.30,
         "free blocks that must stay above when the draft takes its memory back, a share or a "
         "number as above; what is below tau-low counts as tau-low",
         check=_is_threshold,
@@ -34,7 +34,7 @@ class AgentConfig:
         1, 3, "pressure reports in a row that must agree before a transition is asked for"
     )
     hold_s: float = at_least(
-        0.0, 2.0, "seconds that the draft stays away at least, so that it does not come and go"
+        0.0, 5.0, "seconds that the draft stays away at least, so that it does not come and go"
     )
     backoff_s: float = at_least(
         0.01, 1.0, "seconds without a new request after a refusal; doubles up to 30 times that"

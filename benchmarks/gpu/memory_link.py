@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -106,36 +108,26 @@ class Bench:
         environ = environment(*FOLDERS)
         own = [f"--shm-dir={self.config.shm_dir}", *flags]
         with service("memory-agent", own, environ) as address:
-            loop = self.feed.loop = asyncio.new_event_loop()
-            attached = threading.Event()
+            loop, attached = _loop(), threading.Event()
 
             def arrived(message: Any) -> None:
                 if isinstance(message, AgentLink) and message.connected:
                     attached.set()
                 self.feed.arrived.put(message)
 
-            client = self.feed.client = MemoryClient(address, "bench", self.pool, arrived)
+            client = MemoryClient(address, "bench", self.pool, arrived)
             client._residency = self.elastic.residency
-            stopping = asyncio.Event()
-
-            async def serve() -> None:
-                task = asyncio.create_task(client.run())
-                await stopping.wait()
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-            thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-            thread.start()
+            self.feed.client, self.feed.loop = client, loop
+            running = asyncio.run_coroutine_threadsafe(client.run(), loop)
             try:
                 if not attached.wait(ATTACH_S):
                     raise SystemExit(f"the agent did not attach within {ATTACH_S:g} s")
                 yield address
             finally:
-                loop.call_soon_threadsafe(stopping.set)
-                thread.join()
+                running.cancel()
+                wait([running])
                 self.feed.client = self.feed.loop = None
-                loop.close()
-                self.engine.turn()  # hears that the stream is gone
+                self.until(lambda: not self.elastic._connected, "the stream is gone")
 
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
         """Turn the engine until `holds()`; SystemExit if it does not come to that."""
@@ -169,6 +161,14 @@ class Bench:
     def close(self) -> None:
         """Let go of the models."""
         self.models.close()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of all clients, in a thread: gRPC's own events may outlive each of them."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def device_free(device: str) -> int:

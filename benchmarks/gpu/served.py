@@ -35,6 +35,7 @@ def service(name: str, flags: Sequence[str], environ: Mapping[str, str]) -> Iter
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
 
 
 def rate(
