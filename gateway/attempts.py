@@ -22,7 +22,7 @@ from nightjar import log
 from nightjar.errors import Unavailable
 from nightjar.v1 import generation_pb2 as pb
 
-MOST_RETRY_S = 1.0  # between two questions to workers that are full
+LEAST_RETRY_S, MOST_RETRY_S = 0.05, 1.0  # between two questions to workers that are full
 # Codes by which a worker declines to go on with an answer; another one may take it.
 _DECLINES = (
     grpc.StatusCode.UNAVAILABLE,
@@ -215,7 +215,7 @@ class Attempts:
             way.num_calls -= 1
             way.num_resumptions -= 1
             way.full.add(worker.address)
-            way.retry_after_s = min(failure.retry_after_s, MOST_RETRY_S)
+            way.retry_after_s = min(MOST_RETRY_S, max(LEAST_RETRY_S, failure.retry_after_s))
             way.waits_until = way.waits_until or self._time() + self._bounds.resume_timeout_s
         else:
             way.waits_until = 0.0

@@ -169,6 +169,31 @@ async def test_cut_at_every_token(
     await cut_everywhere(served, doors, workers[1], sampling, range(NUM_TOKENS))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+async def test_cut_at_every_token_of_longer_answers(
+    workers: list[Worker], doors: list[CutWorker], make_gateway: Any, seed: int
+) -> None:
+    """The same for 160 tokens under other seeds and temperatures, two choices each."""
+    sampling = {
+        **SAMPLED,
+        "seed": seed,
+        "temperature": [0.0, 0.3, 1.0, 2.0][seed],
+        "max_tokens": 160,
+        "n": 2,
+    }
+    served = await make_gateway(*doors, routing="least_loaded", probe_interval_ms=60_000)
+    expected = await workers[1].answer(request(**sampling))
+    for ks in (range(0, 320, 5), range(2, 320, 5)):
+        doors[0].requests.clear()
+        doors[0].num_together = len(ks)
+        answers = await asyncio.gather(
+            *(collect(served, request(f"cut-{k}", **sampling)) for k in ks)
+        )
+        for parts in answers:
+            check(parts, expected)
+
+
 async def test_limits_hold_over_a_cut(
     workers: list[Worker], doors: list[CutWorker], make_gateway: Any
 ) -> None:

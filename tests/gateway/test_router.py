@@ -33,6 +33,7 @@ LOADS = st.builds(
     gamma=st.none() | st.floats(0, 5),
     acceptance_rate=st.floats(0, 1),
     planner_connected=st.booleans(),
+    fingerprint=st.sampled_from(["", "f", "g"]),
 )
 WORKERS = st.lists(LOADS, max_size=6, unique_by=lambda load: load.address)
 FACTORS = st.floats(1, 4)
@@ -78,15 +79,27 @@ def fill(policy: Policy, workers: list[WorkerLoad], requests: list[RequestFacts]
 # ---- all policies ----------------------------------------------------------------------
 
 
-@given(POLICIES, WORKERS, st.sampled_from(["", "m"]), st.sets(st.sampled_from("abcdefgh")))
+@given(
+    POLICIES,
+    WORKERS,
+    st.sampled_from(["", "m"]),
+    st.sampled_from(["", "f"]),
+    st.sets(st.sampled_from("abcdefgh")),
+)
 def test_choice_fits(
-    policy: Policy, workers: list[WorkerLoad], model: str, excluded: set[str]
+    policy: Policy, workers: list[WorkerLoad], model: str, fingerprint: str, excluded: set[str]
 ) -> None:
-    """A choice is ready, has the model and is not excluded; there is one if any worker fits."""
+    """A choice is ready, has model and arithmetic, is not excluded; there is one if any fits."""
     fitting = [
-        w for w in workers if w.ready and w.address not in excluded and model in ("", w.model)
+        worker
+        for worker in workers
+        if worker.ready
+        and worker.address not in excluded
+        and model in ("", worker.model)
+        and fingerprint in ("", worker.fingerprint)
     ]
-    chosen = choose(policy, prompt("x" * 300), workers, model=model, excluded=excluded)
+    facts = prompt("x" * 300)
+    chosen = choose(policy, facts, workers, model=model, fingerprint=fingerprint, excluded=excluded)
     assert (chosen in fitting) if fitting else chosen is None
 
 
