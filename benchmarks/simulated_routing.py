@@ -11,10 +11,14 @@ import argparse
 import heapq
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+if sys.path[0] == str(Path(__file__).parent):
+    del sys.path[0]  # where gateway.py would stand before the gateway itself
 
 from gateway.registry import Status, smoothed_gamma
 from gateway.router import Routing, choose, make_policy
