@@ -227,8 +227,8 @@ def flat_logits(num_rows: int) -> torch.Tensor:
         ({"temperature": 0.0}, False, {1: 12, 32: 12, 256: 40}),
         ({}, False, {1: 15, 32: 40, 256: 170}),
         (SEARCHED, False, {1: 25, 64: 60, 256: 150}),
-        ({"temperature": 0.8, "top_p": 0.95}, False, {1: 25, 64: 90, 256: 250}),
-        ({"top_p": 0.9}, True, {2: 100, 32: 120, 256: 300}),
+        ({"temperature": 0.8, "top_p": 0.95}, False, {1: 25, 64: 150, 256: 460}),
+        ({"top_p": 0.9}, True, {2: 100, 32: 120, 256: 460}),
     ],
     ids=str,
 )
