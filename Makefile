@@ -28,7 +28,7 @@ interop: $(STAMP)    ## public clients and a public gateway, unmodified, against
 	$(BIN)/python tests/interop/run.py $(TOOLS)
 
 test-gpu: $(STAMP)   ## what only a GPU can tell: equal bits, and the engine on it
-	$(BIN)/pytest tests/worker/gpu
+	$(BIN)/pytest tests/worker/gpu tests/memory_agent/test_remap_kernel.py tests/memory_agent/test_ipc_on_gpu.py
 
 lint: $(STAMP)       ## style, protos, import contracts
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -60,7 +60,7 @@ TINY: dict[str, Any] = {
     "prompt": 16,
     "answer": 24,
     "requests_per_row": 2,
-    "capped_gammas": [0],
+    "capped_gammas": [0, 1],
     "cycles": 4,
     "cycle_blocks": 64,
     "distinct": 6,
@@ -156,7 +156,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
     flags += [f"--device={options.device}", f"--dtype={options.dtype}", "--arithmetic=exact"]
     flags += [f"--max-num-seqs={options.max_num_seqs}", f"--max-model-len={options.max_model_len}"]
     flags += [f"--num-blocks={num_blocks}", f"--block-size={options.block_size}"]
-    flags += [f"--max-gamma={max(1, gamma)}", f"--gamma={gamma}", f"--shm-dir={options.shm_dir}"]
+    flags += [f"--max-gamma={max(1, gamma)}", "--gamma=0", f"--shm-dir={options.shm_dir}"]
     if not options.tiny:
         flags += [f"--max-num-batched-tokens={options.batched_tokens}"]
     return [*flags, *(f"--{flag}" for flag in options.flag)]

@@ -126,7 +126,8 @@ def _run(
     """Answer everything, so many at once."""
     scheduler, driver = bench.scheduler, bench.driver
     num_preemptions, most = scheduler.num_preemptions, 0
-    driver._pretend(options.synthetic if gamma else None)
+    driver._pretend(options.synthetic if gamma and bench.ready.device == "cuda" else None)
+    bench.set_gamma(gamma)
     turn: Callable[[], Any] = driver._turn
 
     def counted() -> Any:
@@ -140,6 +141,7 @@ def _run(
     finally:
         setattr(driver, "_turn", turn)  # noqa: B010
         driver._pretend(None)
+        bench.set_gamma(0)
     steps = driver.retired
     rows = [len(step.done.plan.rows) for step in steps]
     return {

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 
 from gpu.memory_link import Bench, device_free
-from worker.engine.decisions import NO_BUCKET, Choice, Decisions
 from worker.messages import SamplingParams, Submit
 
 AGENT = ("--hold-s=0", "--t-persist=1", "--tau-low=0.2", "--tau-high=0.2", "--backoff-s=0.05")
@@ -26,7 +25,7 @@ class Load:
         self.expected: list[list[int]] = []
         self.num_answered = self.num_wrong = 0
         self._open: dict[int, tuple[int, list[int]]] = {}
-        self._most = options.cycle_rows
+        self.most = options.cycle_rows  # requests at once
 
     def _draw(self, options: argparse.Namespace) -> Asked:
         rng, vocab = self._rng, self._bench.engine.vocab_size
@@ -36,7 +35,7 @@ class Load:
 
     def answer_alone(self) -> None:
         """Learn what each answer is, at gamma 0 and with the draft in its place."""
-        set_gamma(self._bench, 0)
+        self._bench.set_gamma(0)
         for index in range(len(self.asked)):
             self._submit(index)
             while self._open:
@@ -55,7 +54,7 @@ class Load:
     def turn(self, *, submit: bool = True) -> None:
         """One turn of the engine, every invariant checked after it."""
         bench = self._bench
-        if submit and len(self._open) < self._most and self._rng.random() < 0.6:
+        if submit and len(self._open) < self.most and self._rng.random() < 0.6:
             self._submit(self._rng.randrange(len(self.asked)))
         for request_id, ids in bench.driver._turn():
             index, tokens = self._open[request_id]
@@ -79,13 +78,6 @@ class Load:
         """Answer what is open."""
         while self._open:
             self.turn(submit=False)
-
-
-def set_gamma(bench: Bench, gamma: int) -> None:
-    """Draft so many from the next step on."""
-    decisions = Decisions(planned=False, fixed_gamma=gamma)
-    decisions._fallback = Choice(gamma, gamma, NO_BUCKET)
-    bench.engine.planner._decisions = decisions
 
 
 def _check_counts(bench: Bench) -> None:
@@ -149,16 +141,18 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
 def _cycle(bench: Bench, load: Load, options: argparse.Namespace) -> None:
     """Press until the draft leaves, run on, ease until it is back."""
     rng = load._rng
-    set_gamma(bench, 0)
+    bench.set_gamma(0)
     taken = bench.squeeze(rng.randint(2, 6))
     _turns(bench, load, "offloaded")
     for _ in range(rng.randint(0, options.between)):
-        set_gamma(bench, rng.choice([0, 2, 5]))
+        bench.set_gamma(rng.choice([0, 2, 5]))
         load.turn()
     bench.release(taken)
+    load.most = max(1, options.cycle_rows // 4)  # rows end, so that there is room to spare
     _turns(bench, load, "resident")
+    load.most = options.cycle_rows
     for _ in range(rng.randint(0, options.between)):
-        set_gamma(bench, rng.choice([0, 1, 3, 5]))
+        bench.set_gamma(rng.choice([0, 1, 3, 5]))
         load.turn()
 
 
@@ -173,7 +167,7 @@ def _turns(bench: Bench, load: Load, residency: str) -> None:
 def _acceptance(bench: Bench, load: Load, options: argparse.Namespace) -> float:
     """Share of drafts accepted by rows that have caught up."""
     bench.until(lambda: bench.elastic.residency in ("resident", "offloaded"), "no transition")
-    set_gamma(bench, 3)
+    bench.set_gamma(3)
     scheduler = bench.scheduler
     drafted, accepted = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
     for _ in range(options.window):

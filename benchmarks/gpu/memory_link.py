@@ -17,6 +17,7 @@ from gpu.driver import Driver, Feed
 from gpu.served import environment, service
 from nightjar.config import parse
 from worker.config import WorkerConfig
+from worker.engine.decisions import NO_BUCKET, Choice, Decisions
 from worker.engine.main import start
 from worker.memory_client import MemoryClient
 from worker.messages import (
@@ -137,6 +138,13 @@ class Bench:
                 residency, phase = self.elastic.residency, self.elastic._phase.name
                 raise SystemExit(f"not within {timeout_s:g} s: {what}; {residency}, {phase}")
             self.driver._turn()
+
+    def set_gamma(self, gamma: int) -> None:
+        """Draft so many from the next step on."""
+        decisions = Decisions(planned=False, fixed_gamma=gamma)
+        decisions._fallback = Choice(gamma, gamma, NO_BUCKET)
+        self.engine.planner._decisions = decisions
+        self.engine.planner.last = decisions._fallback  # what reports go by while no step runs
 
     def squeeze(self, num_left: int) -> list[int]:
         """Set head blocks aside until `num_left` free ones are left; `release` takes it back."""

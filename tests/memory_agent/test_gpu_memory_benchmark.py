@@ -38,7 +38,8 @@ def test_steps_around_a_reload_and_the_arms_of_a_capped_pool(
     capped = found["capped"]
     assert capped["answers_are_equal"] is True
     arms = capped["arms"]
-    assert list(arms) == ["resident", "elastic", "weights alone", "draft KV alone", "no draft"]  # type: ignore[call-overload]
+    elastic = ["elastic", "weights alone", "draft KV alone", "no draft"]
+    assert list(arms) == ["resident", "resident, gamma 1", *elastic]  # type: ignore[call-overload]
     assert arms["elastic"]["num_expansions"] >= 1  # type: ignore[index]
     assert arms["no draft"]["mean_rows"] > arms["resident"]["mean_rows"]  # type: ignore[index]
     shown = capsys.readouterr().out
