@@ -37,7 +37,7 @@ def start_worker(folder: Path, failpoint: str = "") -> Command:
     """A worker that looks for its agent in the folder."""
     return Command(
         str(SCRIPT), str(folder), f"unix:{folder}/agent.sock",
-        environ={"NIGHTJAR_FAILPOINT": failpoint, "PYTHONPATH": str(Path.cwd())},
+        environ={"NIGHTJAR_FAILPOINT": failpoint, "PYTHONPATH": str(SCRIPT.parents[2])},
     )  # fmt: skip
 
 

@@ -33,8 +33,7 @@ LAYOUT = ArenaLayout(
 TAIL = range(LAYOUT.num_base_blocks, LAYOUT.num_base_blocks + LAYOUT.num_extra_blocks)
 _HOLDER = """
 import pathlib, sys
-sys.path.insert(0, {support!r})
-sys.path.insert(0, {here!r})
+sys.path[:0] = {path!r}
 import test_ipc_on_gpu as own
 arena, pool = own.shared_pool(sys.argv[1])
 print("handshake", own.handshake(pool).SerializeToString().hex(), flush=True)
@@ -155,7 +154,8 @@ async def test_a_dead_workers_memory_comes_back(tmp_path: Path) -> None:
     """The agent lets go of a killed worker's arena at once, and serves the next worker."""
     here = Path(__file__).parent
     script = tmp_path / "holder.py"
-    script.write_text(_HOLDER.format(support=str(here.parent / "support"), here=str(here)))
+    path = [str(here), str(here.parent / "support"), str(here.parents[1])]
+    script.write_text(_HOLDER.format(path=path))
     with agent(tmp_path) as command:
         worker = MemoryWorker(address_of(command))
         process = await asyncio.create_subprocess_exec(
@@ -166,9 +166,9 @@ async def test_a_dead_workers_memory_comes_back(tmp_path: Path) -> None:
         line = (await process.stdout.readline()).split()
         assert line[0] == b"handshake"
         hello = memory_pb2.PoolHandshake.FromString(bytes.fromhex(line[1].decode()))
-        free_with_both = torch.cuda.mem_get_info()[0]
         async with worker.attach(hello) as stream:
             assert (await stream.copy([TAIL[0]], [0])).ok
+            free_with_both = torch.cuda.mem_get_info()[0]
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
             await until(lambda: not alive(process.pid), "it is gone")
