@@ -35,8 +35,6 @@ from gpu.arm_list import FOLDERS, has_gpu
 from gpu.served import environment
 from gpu_decode import machine, say
 
-from nightjar.errors import NightjarError
-
 # Sections that run on the same engine, in order.
 GROUPS = (("remap",), ("death",), ("reload", "capped"), ("cycles",))
 NAMES = [name for group in GROUPS for name in group]
@@ -75,6 +73,10 @@ TINY: dict[str, Any] = {
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; returns 1 if something that was asked for could not run."""
     argv = sys.argv[1:] if argv is None else argv
+    if FOLDERS[0] not in sys.path:  # Nightjar itself, installed or not
+        sys.path.insert(0, FOLDERS[0])
+    from nightjar.errors import NightjarError
+
     options = parsed(argv)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
