@@ -10,7 +10,8 @@ from collections.abc import Callable
 from memory_agent import failpoint
 from memory_agent.agent import Agent, Pressure, Request, Residency
 from memory_agent.checksum import ChecksumMismatch
-from memory_agent.pool import AgentPool, DeviceLost
+from memory_agent.pool import AgentPool
+from memory_agent.pool_files import DeviceLost
 from memory_agent.remap import Aborted, MoveRefused
 from nightjar import log
 from nightjar.errors import InvalidRequest

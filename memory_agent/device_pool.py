@@ -14,7 +14,7 @@ from memory_agent import cuda_memory, failpoint
 from memory_agent.arena import SharedFile
 from memory_agent.checksum import PIECE_BYTES, piece_digest, pieces, verify
 from memory_agent.layout import ArenaLayout
-from memory_agent.pool import DeviceLost, PoolFiles, check_files
+from memory_agent.pool_files import DeviceLost, PoolFiles, check_files
 from memory_agent.remap import Aborted, check_moves
 from memory_agent.remap_kernel import check_block_bytes, move_blocks
 from nightjar import log

@@ -14,7 +14,8 @@ from memory_agent.agent import Agent, Thresholds
 from memory_agent.attachment import WIRE_RESIDENCIES, Attachment, residency_of
 from memory_agent.cuda_memory import HANDLE_BYTES, UUID_BYTES
 from memory_agent.layout import ArenaLayout
-from memory_agent.pool import AgentPool, PoolFiles, open_pool
+from memory_agent.pool import AgentPool, open_pool
+from memory_agent.pool_files import PoolFiles
 from nightjar import log
 from nightjar.errors import InvalidRequest, NightjarError, NotPossibleNow
 from nightjar.v1 import memory_pb2, memory_pb2_grpc

@@ -9,7 +9,7 @@ import pytest
 from memory_agent.agent import Agent, Residency, Thresholds
 from memory_agent.attachment import Attachment
 from memory_agent.checksum import ChecksumMismatch
-from memory_agent.pool import DeviceLost
+from memory_agent.pool_files import DeviceLost
 from nightjar.v1 import memory_pb2
 
 THRESHOLDS = Thresholds(tau_low=0.1, tau_high=0.2, t_persist=1, hold_s=0.0, backoff_s=1.0)
