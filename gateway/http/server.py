@@ -18,6 +18,8 @@ from gateway.http.errors import HttpError, render
 from nightjar.errors import ConfigError
 
 MAX_HEADER_BYTES = 64 * 1024
+# Of one connection, in the kernel: else its buffers take megabytes that a client does not read.
+MAX_UNSENT_BYTES = 64 * 1024
 _KEEP_ALIVE_S = 75
 _START_POLL_S = 0.005
 
@@ -39,6 +41,8 @@ def bind(listen: str) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections have it from the socket that accepts them.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
         bound.bind(address)
         # Two listeners cannot share a port, but two bound sockets can: listen now.
         bound.listen(2048)
