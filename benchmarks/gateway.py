@@ -5,7 +5,8 @@
     python benchmarks/gateway.py --tiny            seconds: proves the program, measures nothing
 
 Gateway, worker and client are processes of their own. latency: one stream at a time; the worker
-called directly, through the gateway's gRPC and through its HTTP take turns. throughput: many
+called directly, through the gateway's gRPC, through its HTTP, and through a relay that copies
+bytes from gRPC to gRPC, and so shows what the library alone takes, in turns. throughput: many
 streams; the gateway's processor time, which other load disturbs little, over what was streamed.
 memory: clients that take 2 KB a second of answers that the worker has long finished.
 """
@@ -15,19 +16,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 from gateway_clients import Heard, HttpClient, SlowReader, ask_grpc, http_request
+from gateway_system import Services, cpu_s, rss_mib, system
 
 from nightjar.rpc import dial
 
@@ -40,7 +41,6 @@ FLOORS = {
 }
 STREAM_INTERVAL_MS = 20  # of a worker under load
 PACE = 125  # tokens a second of a stream: 64 of them make the floor's 8,000
-ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,64 +108,23 @@ async def measured(sections: Sequence[str], size: Size) -> dict[str, Any]:
     return figures
 
 
-@dataclass(frozen=True, kw_only=True)
-class Services:
-    """A gateway before an echo worker."""
-
-    worker: psutil.Process
-    gateway: psutil.Process
-    worker_address: str
-    grpc_address: str
-    http_address: str
-
-
-@contextlib.contextmanager
-def system() -> Iterator[Services]:
-    """Both, ready; ended with the block."""
-    with started([str(Path(__file__).with_name("gateway_echo.py"))], 1) as (worker, [echo]):
-        flags = ["--grpc-listen=127.0.0.1:0", "--http-listen=127.0.0.1:0", f"--workers={echo}"]
-        with started(["-m", "nightjar", "gateway", *flags], 2) as (gateway, [door, http]):
-            command = [sys.executable, "-m", "nightjar", "healthcheck", "--wait", "60", door]
-            subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-            yield Services(
-                worker=psutil.Process(worker),
-                gateway=psutil.Process(gateway),
-                worker_address=echo,
-                grpc_address=door,
-                http_address=http,
-            )
-
-
-@contextlib.contextmanager
-def started(command: list[str], num_addresses: int) -> Iterator[tuple[int, list[str]]]:
-    """A server process and the addresses that it prints."""
-    argv = [sys.executable, *command]
-    # The folder of this file must not be the first to be searched: it has a gateway.py, too.
-    with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
-    ) as process:
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(num_addresses)]
-            if not all(lines):
-                raise SystemExit(f"did not start: {' '.join(command)}")
-            yield process.pid, [line.split()[-1] for line in lines]
-        finally:
-            process.terminate()
-
-
 async def latency(services: Services, size: Size) -> dict[str, Any]:
     """Microseconds to the first token and of each message, by way; one stream at a time."""
     manner = f"pace:{PACE}:{STREAM_INTERVAL_MS}"
     num_tokens = round(size.messages * PACE * STREAM_INTERVAL_MS / 1000)
     found: list[dict[str, float]] = []
-    http = await HttpClient.connect(services.http_address)
-    async with dial(services.worker_address) as direct, dial(services.grpc_address) as door:
-        ways = {
-            "direct": lambda: ask_grpc(direct, manner, num_tokens),
-            "grpc": lambda: ask_grpc(door, manner, num_tokens),
-            "http": lambda: http.ask(manner, num_tokens),
-        }
+    async with contextlib.AsyncExitStack() as stack:
+        ways: dict[str, Callable[[], Awaitable[Heard]]] = {}
+        for name, address in (
+            ("direct", services.worker_address),
+            ("relay", services.relay_address),
+            ("grpc", services.grpc_address),
+        ):
+            channel = await stack.enter_async_context(dial(address))
+            ways[name] = functools.partial(ask_grpc, channel, manner, num_tokens)
+        http = await HttpClient.connect(services.http_address)
+        stack.callback(http.close)
+        ways["http"] = functools.partial(http.ask, manner, num_tokens)
         for way in ways.values():
             await way()  # connects, and warms up
         for number in range(size.rounds):
@@ -175,7 +134,6 @@ async def latency(services: Services, size: Size) -> dict[str, Any]:
                     heard[name].append(await way())
             found.append(_of_round(heard))
             say(f"latency {number + 1}/{size.rounds}: {found[-1]}")
-    http.close()
     return {name: spread([one[name] for one in found]) for name in found[0]}
 
 
@@ -188,7 +146,7 @@ def _of_round(heard: dict[str, list[Heard]]) -> dict[str, float]:
             deciles = statistics.quantiles(values, n=10, method="inclusive")
             figures[f"{name}_{figure}_p50_us"] = round(deciles[4])
             figures[f"{name}_{figure}_p90_us"] = round(deciles[8])
-    for name in ("grpc", "http"):
+    for name in ("relay", "grpc", "http"):
         for figure in ("ttft", "message"):
             added = figures[f"{name}_{figure}_p50_us"] - figures[f"direct_{figure}_p50_us"]
             figures[f"{name}_added_{figure}_p50_us"] = added
@@ -303,16 +261,6 @@ def _grown(idle: float, times: list[float], rss: list[float]) -> dict[str, float
         "growth": round(last - first, 2),
         "slope_mib_per_min": round(60 * slope, 3),
     }
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """Processor time of all threads so far, in seconds."""
-    return float(sum(process.cpu_times()[:2]))
-
-
-def rss_mib(process: psutil.Process) -> float:
-    """Resident memory."""
-    return round(process.memory_info().rss / 2**20, 2)
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -14,7 +14,9 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from nightjar.rpc import Server, until_signalled
+import grpc
+
+from nightjar.rpc import Server, dial, until_signalled
 from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from nightjar.validation import Limits, validate
@@ -173,15 +175,30 @@ class Status(worker_pb2_grpc.WorkerServiceServicer):
         return status
 
 
-async def serve(listen: str) -> None:
-    """Serve until a signal."""
+async def serve(listen: str, relay_of: str) -> None:
+    """Serve until a signal, as an echo worker or as a relay of one."""
     server = Server(listen, SERVICES)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(Generation(), server.grpc)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Status(), server.grpc)
+    if relay_of:
+        server.grpc.add_generic_rpc_handlers((relay(relay_of),))
+    else:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(Generation(), server.grpc)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(Status(), server.grpc)
     await server.start()
     print(f"grpc listening on {server.address}", flush=True)
     await until_signalled()
     await server.stop(0)
+
+
+def relay(address: str) -> grpc.GenericRpcHandler:
+    """Hands on the bytes of every message: what no gateway in this library can do without."""
+    call = dial(address).unary_stream(f"/{SERVICES[0]}/Generate", bytes, bytes)
+
+    async def generate(request: bytes, _: Any) -> AsyncIterator[bytes]:
+        async for response in call(request):
+            yield response
+
+    handler = grpc.unary_stream_rpc_method_handler(generate, bytes, bytes)
+    return grpc.method_handlers_generic_handler(SERVICES[0], {"Generate": handler})
 
 
 if __name__ == "__main__":
@@ -189,4 +206,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0 takes any")
-    asyncio.run(serve(parser.parse_args().listen))
+    parser.add_argument("--relay-of", default="", help="address of an echo worker to relay instead")
+    options = parser.parse_args()
+    asyncio.run(serve(options.listen, options.relay_of))

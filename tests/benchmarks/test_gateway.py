@@ -37,7 +37,7 @@ def test_a_tiny_run_measures_everything() -> None:
     for figure in ("ttft", "message"):
         direct = latency[f"direct_{figure}_p50_us"]
         assert 0 < direct <= latency[f"direct_{figure}_p90_us"]
-        for way in ("grpc", "http"):
+        for way in ("relay", "grpc", "http"):
             through = latency[f"{way}_{figure}_p50_us"]
             assert latency[f"{way}_added_{figure}_p50_us"] == through - direct
     # A stream's first message has one token, so joined ones hold a little less than their pace.
