@@ -78,12 +78,14 @@ class FakeForward:
         return torch.from_numpy(np.array(logits, np.float32).reshape(shape))
 
     def _logits_at(self, table: list[int], position: int) -> np.ndarray:
-        size, prefix = self.block_size, []
-        for p in range(position + 1):
-            token, stored = self.slots[table[p // size] * size + p % size]
-            if stored != p:
+        size, prefix = self.block_size, list[int]()
+        for block, start in zip(table, range(0, position + 1, size), strict=False):
+            end = min(start + size, position + 1)
+            held = self.slots[block * size : block * size + end - start]
+            tokens, stored = zip(*held, strict=True)
+            if stored != tuple(range(start, end)):
                 return np.full(self.vocab_size, np.nan, np.float32)
-            prefix.append(token)
+            prefix += tokens
         return self.logits(prefix)
 
     def logits(self, prefix: list[int]) -> np.ndarray:

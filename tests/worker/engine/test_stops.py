@@ -6,24 +6,26 @@ import random
 
 import pytest
 from engine_rig import Rig, fakes, oracle, params, prompt
+from fake_forward import Kind
 
 TEXT = prompt(random.Random(11), 17)
-GAMMAS = [0, 1, 2, 3, 4, 5, 8]
+DRAFTS: list[Kind] = ["target", "noisy", "random"]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("how", ["eos", "stop id"])
-def test_a_stop_ends_the_answer_at_every_offset(how: str, depth: int) -> None:
+def test_a_stop_ends_the_answer_at_every_offset(how: str, draft: Kind, depth: int) -> None:
     """The stop token may fall on any draft, on the bonus token, or on the prompt's first."""
-    target, draft = fakes("target")
+    target, model = fakes(draft)
     free, _ = oracle(target, TEXT, params(max_tokens=20, ignore_eos=True))
     for k in range(16):
         eos = (free[k],) if how == "eos" else ()
         sampling = params(max_tokens=20, stop_token_ids=() if eos else (free[k],))
         expected = free[: free.index(free[k]) + 1]
-        for gamma in GAMMAS:
+        for gamma in range(9):
             rig = Rig(
-                target, draft, gamma=gamma, eos_token_ids=eos, prefix_cache=False, depth=depth
+                target, model, gamma=gamma, eos_token_ids=eos, prefix_cache=False, depth=depth
             )
             rig.submit(0, TEXT, sampling)
             rig.run()
@@ -33,8 +35,11 @@ def test_a_stop_ends_the_answer_at_every_offset(how: str, depth: int) -> None:
             usage = finished.usage
             assert usage.num_completion_tokens == len(expected)
             # The prompt's own step delivered the first token, each decode step one of its own.
-            assert usage.num_accepted_tokens == usage.num_draft_tokens <= len(expected) - 1
-            assert sum(sum(done.reached) for done in rig.done) == usage.num_accepted_tokens
+            assert usage.num_accepted_tokens <= len(expected) - 1
+            if draft == "target":
+                assert usage.num_accepted_tokens == usage.num_draft_tokens
+            # What a policy learns from is what the client got: nothing after the stop.
+            assert sum(sum(done.reached) for done in rig.done) <= usage.num_draft_tokens
             assert sum(sum(done.accepted) for done in rig.done) == usage.num_accepted_tokens
             assert sum(done.num_emitted for done in rig.done) == len(expected) - 1
 
@@ -53,23 +58,10 @@ def test_ignored_eos_does_not_stop(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("max_tokens", range(1, 13))
-def test_max_tokens_is_met_exactly(max_tokens: int, depth: int) -> None:
-    """Delivered, counted and asked for agree for every gamma; the reason is length."""
-    target, draft = fakes("target")
-    for gamma in GAMMAS:
-        rig = Rig(target, draft, gamma=gamma, depth=depth)
-        rig.submit(0, TEXT, params(max_tokens=max_tokens))
-        rig.run()
-        assert len(rig.tokens(0)) == max_tokens == rig.end(0).usage.num_completion_tokens
-        assert rig.end(0).reason == "length"
-
-
-@pytest.mark.parametrize("depth", [0, 1])
 def test_the_contexts_end_ends_the_answer(depth: int) -> None:
     """Prompt and answer fill the context to its last token."""
     target, draft = fakes("target")
-    for gamma in GAMMAS:
+    for gamma in range(9):
         rig = Rig(target, draft, gamma=gamma, max_model_len=40, depth=depth)
         rig.submit(0, TEXT, params(max_tokens=500))
         rig.run()
@@ -122,7 +114,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(depth: i
     target, draft = fakes("noisy")
     free, _ = oracle(target, TEXT, params(max_tokens=30))
     for k in (0, 1, 5, 9):
-        for gamma in GAMMAS:
+        for gamma in range(9):
             rig = Rig(target, draft, gamma=gamma, depth=depth)
             rig.submit(0, TEXT, params(max_tokens=30), StopAfter(free[k]))
             rig.run()
