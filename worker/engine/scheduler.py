@@ -99,8 +99,7 @@ class Scheduler(Rows):
             if left > 0 and not sequence.will_decode:
                 left -= self._add_chunk(plan, sequence, left)
         while left > 0 and self._waiting and self._free_slots:
-            scores = self._waiting[0].num_unscored > 0
-            if (scores and plan.num_scored >= MAX_SCORED) or not self._admit(self._waiting[0]):
+            if not self._admit(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
             sequence.status = SequenceStatus.RUNNING

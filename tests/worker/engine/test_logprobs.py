@@ -122,6 +122,31 @@ def test_long_prompts_are_scored_in_bounded_parts(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+def test_prompts_that_wait_to_be_scored_hold_nobody_up(depth: int) -> None:
+    """A row behind several has its first token with the first step, and they their scores."""
+    target, _ = fakes(None, num_base_blocks=128)
+    rig = Rig(
+        target,
+        None,
+        num_base_blocks=128,
+        max_model_len=500,
+        max_num_batched_tokens=2048,
+        depth=depth,
+    )
+    rng = random.Random(9)
+    for request_id in range(4):
+        text = prompt(rng, 400)
+        rig.submit(request_id, text, params(max_tokens=2, num_prompt_logprobs=0))
+    rig.submit(4, prompt(rng, 10), params(max_tokens=2))
+    for _ in range(1 + depth):
+        rig.step()
+    assert len(rig.tokens(4)) == 1
+    rig.run()
+    for request_id in range(4):
+        assert len(rig.answers[request_id].prompt_logprobs.chosen) == 399
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_preemption_repeats_no_logprob(depth: int) -> None:
     """Rows sent back in the middle of prompt or answer deliver each of theirs once."""
     rng = random.Random(8)
