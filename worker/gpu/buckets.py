@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nightjar.errors import EngineFailure
 from worker.engine.plan import MAX_SCORED
 from worker.kernels.attention_inputs import SHORT_HEIGHTS
+from worker.kernels.step import MAX_CHOICES
 
 _DECODE = (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _LARGE_STEP = 128  # between sizes above the fine ones
@@ -64,6 +65,14 @@ class Buckets:
     def max_kept(self) -> int:
         """Logits of the largest step."""
         return self.kept[-1]
+
+    @property
+    def max_reports(self) -> int:
+        """Log-probabilities that a step may be staged for: also of drafts that are not selected.
+
+        Where rows draft more than is verified, the host knows the most of each row alone.
+        """
+        return self.rows[-1] * MAX_CHOICES + MAX_SCORED
 
     @property
     def products(self) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ class DeviceRunner:
         self._choices = Choices.allocate(buckets.max_tokens, device)
         self._scratch = SampleScratch.allocate(buckets.max_kept, vocab_size, device)
         self._results = torch.zeros(max_num_seqs, RESULT_WIDTH, dtype=torch.int32, device=device)
-        shape = (buckets.max_kept, REPORT_WIDTH)
+        shape = (buckets.max_reports, REPORT_WIDTH)
         self._report_scratch = ReportScratch.allocate(buckets.max_kept, vocab_size, device)
         self._reports = torch.zeros(shape, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine_rig import Rig, fakes, params
 
 from nightjar.errors import EngineFailure
 from worker.config import WorkerConfig
 from worker.engine.plan import MAX_SCORED
 from worker.gpu.buckets import Buckets
+from worker.gpu.device_rows import shape_of
 from worker.gpu.placing import buckets_of
 
 
@@ -64,3 +66,20 @@ def test_a_worker_that_drafts_nothing_has_no_sizes_for_drafts() -> None:
     none = WorkerConfig(**{**vars(config), "proposer": "none"})
     assert buckets_of(none).decode[-1] == 64
     assert buckets_of(none).max_kept == 64 + MAX_SCORED
+
+
+def test_reports_have_room_for_drafts_that_are_not_selected() -> None:
+    """Staged are the most drafts of each row: more than any step keeps where rows draft extra."""
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_catchup_tokens": 32}
+    buckets = Buckets.of(max_gamma=8, **limits)
+    rig = Rig(*fakes("noisy"), gamma=1, extra=7, max_gamma=8, **limits)  # type: ignore[arg-type]
+    for request_id in range(8):
+        rig.submit(request_id, [1, 2, 3 + request_id], params(max_tokens=20))
+    most = 0
+    while rig.scheduler.has_work:
+        rig.launch()
+        plan = rig.flights[-1][0]
+        staged = shape_of(plan, [min(row.gamma, plan.num_verified) for row in plan.rows])
+        most = max(most, staged.num_kept)
+        rig.retire()
+    assert buckets.max_kept < most <= buckets.max_reports
