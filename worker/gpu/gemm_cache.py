@@ -17,7 +17,6 @@ from worker.gpu import gemm_library
 from worker.kernels import gemm, gemm_tiles
 from worker.kernels.gemm import num_splits
 from worker.kernels.gemm_tiles import Tile, candidates
-from worker.kernels.launch import launches_early
 
 Shape = tuple[int, int, str]  # outputs, inputs, dtype
 _SOURCES = (__file__, gemm.__file__, gemm_tiles.__file__, gemm_library.__file__)
@@ -61,7 +60,6 @@ def file_name(weights: Sequence[torch.Tensor], rows: Sequence[int], key: str) ->
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         torch.__version__,
         triton.__version__,
-        launches_early(device),
         matmul.allow_bf16_reduced_precision_reduction,
         matmul.allow_fp16_reduced_precision_reduction,
         [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in _SOURCES],

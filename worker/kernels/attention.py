@@ -26,7 +26,6 @@ from worker.kernels.attention_inputs import (
 )
 from worker.kernels.attention_programs import attend_kernel
 from worker.kernels.kv_write import block_stride, reference_write_kv, write_kv
-from worker.kernels.launch import launch_options
 from worker.model.pool import KVGeometry
 
 MAX_HEAD_DIM = 256
@@ -218,7 +217,6 @@ def _attend(
         SPLIT=split,
         BACKWARDS=tiles.height == LONG_HEIGHT,
         **shape.options,
-        **launch_options(query.device),
     )
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import begin
-
 
 @triton.jit
 def _join(peak, mass, sums, next_peak, next_mass, next_sums):  # type: ignore[no-untyped-def]
@@ -189,14 +187,12 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     BACKWARDS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Grid (KV heads * slices of their group, tiles, programs that share the parts).
 
     A row of the products is (query r // HEADS, head r % HEADS of the slice). Where programs
     share a tile, each stores its parts' states, and whichever stores last joins them all.
     """
-    begin(PDL)
     SLICES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     PART_TILES: tl.constexpr = PART // TILE
     kv_head, head_slice = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES

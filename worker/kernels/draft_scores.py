@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import begin, launch_options
 from worker.kernels.processors import TILE, few_logits_of, logits_of, reading
 from worker.kernels.sampling import SampleInputs, SampleScratch, params_of
 from worker.kernels.sampling_cut import is_greedy
@@ -53,10 +52,8 @@ def _add_weights(  # type: ignore[no-untyped-def]
     vocab_size,
     NUM_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Each chunk's sum of exp(z), z = (logit - largest) * inverse temperature; grid (rows, any)."""
-    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     chosen = tl.load(ids + k)
@@ -101,10 +98,8 @@ def _add_score(  # type: ignore[no-untyped-def]
     NUM_CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Add the choice's log-probability to those of its row's drafts before it; grid (rows,)."""
-    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row >= 0:
@@ -158,10 +153,15 @@ class DraftScores:
         row = (logits, logits.stride(0), inputs.row_of, inputs.inverse_temperature, inputs.top_k)
         how = (*inputs.processing.arguments, scratch.stage)
         found = (ids, scratch.frames, self._sums)
-        options = {"NUM_CHUNKS": self._num_chunks, **launch_options(logits.device)}
         programs = max(1, min(self._num_chunks, _PROGRAMS // num_rows))
         _add_weights[(num_rows, programs)](
-            *row, *how, *found, self._vocab_size, CHUNK=TILE, num_warps=4, **options
+            *row,
+            *how,
+            *found,
+            self._vocab_size,
+            NUM_CHUNKS=self._num_chunks,
+            CHUNK=TILE,
+            num_warps=4,
         )
         _add_score[(num_rows,)](
             *row,
@@ -170,10 +170,10 @@ class DraftScores:
             state.num_tokens,
             self.scores,
             self._vocab_size,
+            NUM_CHUNKS=self._num_chunks,
             PADDED=triton.next_power_of_2(self._num_chunks),
             MAX_DRAFTS=MAX_DRAFTS,
             num_warps=1,
-            **options,
         )
 
 

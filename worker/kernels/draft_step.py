@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from worker.kernels.inputs import ForwardInputs, InputBuffers
-from worker.kernels.launch import begin, launch_options
 from worker.kernels.step import Choices, StagedRows, StepKernels
 
 
@@ -97,10 +96,8 @@ def _draft_first(  # type: ignore[no-untyped-def]
     short_stride,
     max_position,
     BLOCK_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """A drafting row's last two tokens: the draft may lack both, and refeeding one changes none."""
-    begin(PDL)
     draft = tl.program_id(0)
     real = draft < tl.load(header + 5)
     row = tl.load(draft_rows + draft, mask=real, other=0)
@@ -163,10 +160,8 @@ def _draft_next(  # type: ignore[no-untyped-def]
     short_stride,
     max_position,
     BLOCK_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Append a draft where its row still drafts, and lay out the next forward's one token."""
-    begin(PDL)
     draft = tl.program_id(0)
     real = draft < tl.load(header + 5)
     row = tl.load(draft_rows + draft, mask=real, other=0)
@@ -262,5 +257,4 @@ class DraftKernels:
             step.max_position,
             BLOCK_SIZE=step.block_size,
             num_warps=1,
-            **launch_options(rows.header.device),
         )

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from nightjar.errors import EngineFailure
 from worker.kernels.gemm_tiles import Join, Tile
-from worker.kernels.launch import begin, fetch_lines, launch_options, let_next, wait_for_last
 
 # The rule of splits and their borders belongs to the arithmetic version.
 BORDER = 128  # borders of splits are multiples of it; every tile's block_k divides it
@@ -26,8 +25,6 @@ _LONG_SPLITS = 4
 _GROUP_M = 8  # tiles of rows that run side by side over one tile of weights
 _REDUCE_BLOCK = 512
 _NUM_COUNTERS = 1 << 16
-_AHEAD = 4  # lines of each row of weights that are fetched while the last kernel still runs
-_LINE_BITS = tl.constexpr(128 * 8)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Who adds the splits' sums, always from split 0 upwards.
@@ -101,10 +98,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr,
     WIDEN: tl.constexpr,  # for the interpreter, whose dot takes bfloat16's bits for integers
     GROUP_M: tl.constexpr,
-    PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    let_next(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile * 0, tile
     if num_rows > BLOCK_M:  # few rows are spared the divisions
@@ -125,13 +119,6 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     results = rows * num_outputs + columns[None, :]
     result_mask = row_mask & column_mask
 
-    if PDL and AHEAD:  # noqa: SIM102 - known when it is compiled
-        if num_rows <= BLOCK_M:
-            line: tl.constexpr = _LINE_BITS // weight.dtype.element_ty.primitive_bitwidth
-            first = tl.minimum(split * split_inputs + tl.arange(0, AHEAD) * line, num_inputs - 1)
-            row_starts = weight + tl.minimum(columns, num_outputs - 1)[:, None] * num_inputs
-            fetch_lines(row_starts + first[None, :])
-    wait_for_last(PDL)
     if JOIN == _SERIAL:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for part in range(0, SPLITS):
@@ -179,9 +166,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     num_results,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    begin(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num_results
     total = tl.zeros((BLOCK,), tl.float32)
@@ -213,7 +198,6 @@ def fixed_order_matmul(
                 splits,
                 _REDUCE_BLOCK,
                 num_warps=4,
-                **launch_options(x.device),
             )
     return out
 
@@ -303,8 +287,6 @@ def _plan(
             "GROUP_M": _GROUP_M,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
-            "AHEAD": _AHEAD,
-            **launch_options(x.device),
         },
         sums=sums if join == "reduce" and in_memory else None,
     )

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import begin, launch_options
 from worker.model.pool import KVGeometry
 
 
@@ -26,9 +25,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    begin(PDL)
     # One program: one token, all heads, K and V.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -87,7 +84,6 @@ def write_kv(
         BLOCK_SIZE=geometry.block_size,
         BLOCK_STRIDE=block_stride(geometry),
         num_warps=min(4, max(1, heads_pad * dim_pad // 256)),
-        **launch_options(key.device),
     )
 
 

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import begin, launch_options
 from worker.kernels.noise import log
 from worker.kernels.processors import Asked, Processing
 from worker.kernels.sampling_cut import BLOCK, CHUNK, CHUNK_BLOCKS
@@ -102,10 +101,8 @@ def _report(  # type: ignore[no-untyped-def]
     PADDED_CHUNKS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Report row k of the logits where its request asks; grid (rows, programs)."""
-    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(owners + k)
     if row < 0:
@@ -229,7 +226,6 @@ def report_rows(
         PADDED=triton.next_power_of_2(num_blocks),
         num_warps=4,
         enable_fp_fusion=False,
-        **launch_options(logits.device),
     )
 
 

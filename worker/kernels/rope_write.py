@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from worker.kernels.kv_write import block_stride, reference_write_kv
-from worker.kernels.launch import begin, launch_options
 from worker.model.pool import KVGeometry
 
 _WARP_VALUES = 256  # of half a head's width, times heads: 16 bytes of 2-byte values a thread
@@ -36,9 +35,7 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     BIASED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    begin(PDL)
     # One program: HEADS of one token's heads, which are its q, then its k, then its v.
     dtype = qkv.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
@@ -141,7 +138,6 @@ def rope_write(
         BLOCK_STRIDE=block_stride(geometry),
         BIASED=bias is not None,
         num_warps=warps,
-        **launch_options(qkv.device),
     )
     return query
 

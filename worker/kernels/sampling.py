@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from worker.kernels.launch import launch_options
 from worker.kernels.processors import TILE, Processing
 from worker.kernels.sampling_cut import BINS, CAPACITY, CHUNK, CHUNK_BLOCKS, MAX_VOCAB_SIZE
 from worker.kernels.sampling_draw import draw
@@ -121,7 +120,6 @@ def sample_rows(
     options = {
         "NUM_BLOCKS": num_blocks,
         "enable_fp_fusion": False,
-        **launch_options(logits.device),
     }
     # Three programs of 256 threads fit a multiprocessor's registers.
     wide = {"PADDED": padded, "num_warps": 8, "maxnreg": 80}

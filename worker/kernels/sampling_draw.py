@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import begin
 from worker.kernels.noise import REACH, gumbel, hash_tokens, log, row_keys
 from worker.kernels.processors import logits_of, reading
 from worker.kernels.sampling_cut import (
@@ -100,14 +99,12 @@ def draw(  # type: ignore[no-untyped-def]
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Choose for sampled rows: the best score, the lowest id of equals.
 
     Grid (rows, programs): each program takes every n-th tile of the blocks of which a token may
     stay. Listed rows take one program.
     """
-    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row < 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from worker.kernels.launch import begin
 from worker.kernels.noise import REACH
 from worker.kernels.processors import few_logits_of, logits_of, reading
 from worker.kernels.sampling_cut import (
@@ -70,14 +69,12 @@ def scan(  # type: ignore[no-untyped-def]
     arrivals,
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Each block's largest logit, +inf where it holds NaN or +inf; zeros for what is to be added.
 
     Of rows whose bins are used, also its weights' sum beside the largest, and its first logit.
     Grid (rows, programs): each program takes every n-th chunk of its row.
     """
-    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row < 0:
@@ -196,13 +193,11 @@ def sort_out(  # type: ignore[no-untyped-def]
     vocab_size,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Choose for greedy and unusable rows; list or add up what top_k and top_p cut.
 
     Grid (rows, programs). Sums are of integers, and what is made of lists has no order.
     """
-    begin(PDL)
     k = tl.program_id(0)
     row = tl.load(row_of + k)
     if row < 0:

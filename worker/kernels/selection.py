@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from worker.kernels.draft_scores import MAX_DRAFTS
-from worker.kernels.launch import begin, launch_options
 from worker.kernels.step import StagedRows
 from worker.speculative.selection import likeliest
 
@@ -26,14 +25,12 @@ def _select(  # type: ignore[no-untyped-def]
     fields_stride,
     ROWS: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Cut decode rows to their drafts among the likeliest, and move all rows together.
 
     A key is the bits of a score's magnitude, which grow with it. The last key that is taken is
     found bit by bit; those that tie with it are taken by (position, row). One program.
     """
-    begin(PDL)
     row = tl.arange(0, ROWS)
     real = row < tl.load(header)
     field = fields + row
@@ -91,7 +88,6 @@ def select(rows: StagedRows, scores: torch.Tensor) -> None:
         ROWS=triton.next_power_of_2(rows.fields.shape[1]),
         MAX_DRAFTS=MAX_DRAFTS,
         num_warps=8,
-        **launch_options(rows.header.device),
     )
 
 

@@ -16,7 +16,6 @@ import triton.language as tl
 
 from worker.kernels.attention_inputs import LONG_HEIGHT
 from worker.kernels.inputs import ForwardInputs, InputBuffers
-from worker.kernels.launch import begin, launch_options
 from worker.kernels.processors import marks_width
 
 # Of a row: accepted drafts, up to 9 chosen ids; last, drafts verified, whether its draft failed.
@@ -125,10 +124,8 @@ def _prepare(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDING: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Program r lays out row r; programs from `row_capacity` on fill in padding."""
-    begin(PDL)
     row = tl.program_id(0)
     num_rows = tl.load(header)
     if row >= row_capacity:
@@ -220,10 +217,8 @@ def _accept(  # type: ignore[no-untyped-def]
     marks_width,
     fields_stride,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Keep drafts while they equal the target's samples, and one sample more (2408.07978)."""
-    begin(PDL)
     row = tl.program_id(0)
     if row < tl.load(header):
         field = fields + row
@@ -328,7 +323,6 @@ class StepKernels:
             BLOCK=_BLOCK,
             PADDING=_PADDING,
             num_warps=4,
-            **launch_options(rows.header.device),
         )
 
     def accept(
@@ -351,5 +345,4 @@ class StepKernels:
             rows.fields.stride(0),
             WIDTH=RESULT_WIDTH,
             num_warps=1,
-            **launch_options(rows.header.device),
         )

@@ -24,7 +24,6 @@ from nightjar.errors import EngineFailure, ModelRefused
 from worker.model import native
 from worker.model.batch import Batch
 from worker.model.device import CPU, Placement, device_kind
-from worker.model.early_launch import early_launches
 from worker.model.forward import ModelForward, Step
 from worker.model.loading import quiet
 
@@ -52,7 +51,6 @@ def build_key(folder: Path, *, dtype: str, placement: Placement = CPU) -> str:
     }
     if placement.kernels:
         parts["triton"] = _triton_version()
-        parts["early"] = _launches_early(placement.device)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -60,12 +58,6 @@ def _triton_version() -> str:
     import triton  # only here: a CPU's worker does without
 
     return str(triton.__version__)
-
-
-def _launches_early(device: torch.device) -> bool:
-    from worker.kernels.launch import launches_early  # only here: it loads triton
-
-    return launches_early(device)
 
 
 def build_folder(cache_dir: Path, key: str) -> Path:
@@ -101,8 +93,7 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: b
     forward.pad_always = True
     step = torch.compile(_own_code(forward), fullgraph=True)
     floats_stay = torch._dynamo.config.patch(specialize_float=True)  # else all is traced twice
-    early = runtime.kernels and _launches_early(runtime.cache.strips[0].device)
-    with _inductor_cache(folder), early_launches(early), floats_stay, quiet():
+    with _inductor_cache(folder), floats_stay, quiet():
         try:
             _trace(forward, _marked(step))
         except Exception as error:
