@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from worker.engine.plan import RowResult, TokenLogprobs
+from worker.engine.runner import NOT_NUMBERS
 from worker.gpu.staging import HostStage
 from worker.kernels.logprobs import read_reports
 from worker.kernels.processors import Asked
@@ -37,15 +39,17 @@ class Reports:
 
     def add_to(self, rows: list[RowResult]) -> None:
         """Give each result what its row asks for: reports of tokens that were taken."""
-        values = self.values.numpy()
         for index, row in enumerate(rows):
             first, num_prompt = self.firsts[index], self.num_prompts[index]
             if num_prompt:
-                part = values[first : first + num_prompt]
-                row.prompt_logprobs = TokenLogprobs(
-                    *read_reports(part, self.num_prompt_tops[index])
-                )
+                num_top = self.num_prompt_tops[index]
+                row.prompt_logprobs = self._read(row, first, num_prompt, num_top)
             if self.num_tops[index] >= 0 and row.token_ids:
                 first += num_prompt
-                part = values[first : first + len(row.token_ids)]
-                row.logprobs = TokenLogprobs(*read_reports(part, self.num_tops[index]))
+                row.logprobs = self._read(row, first, len(row.token_ids), self.num_tops[index])
+
+    def _read(self, row: RowResult, first: int, num: int, num_top: int) -> TokenLogprobs:
+        found = TokenLogprobs(*read_reports(self.values[first : first + num].numpy(), num_top))
+        if np.isnan(found.chosen).any():
+            row.error = NOT_NUMBERS
+        return found

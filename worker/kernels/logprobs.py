@@ -119,6 +119,7 @@ def _report(  # type: ignore[no-untyped-def]
         blocks = chunk * _CHUNK_BLOCKS + tl.arange(0, _CHUNK_BLOCKS)
         tokens = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
         x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))  # NaN alone differs from itself
         top = tl.max(tl.max(x, 1), 0)
         base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
         tl.store(tops + k * NUM_CHUNKS + chunk, top)
@@ -147,7 +148,8 @@ def _report(  # type: ignore[no-untyped-def]
         chosen = tl.minimum(tl.maximum(chosen, 0), vocab_size - 1)
         report = reports + (tl.load(asked + REPORT * asked_stride + row) + place) * _WIDTH
         own_logit = tl.load(source + chosen).to(tl.float32)
-        tl.store(report, (own_logit - top - rest).to(tl.int32, bitcast=True))
+        own_value = tl.where(tl.abs(top) < float("inf"), own_logit - top - rest, float("nan"))
+        tl.store(report, own_value.to(tl.int32, bitcast=True))
         j = tl.arange(0, PADDED)
         own_keys = keys + k.to(tl.int64) * NUM_BLOCKS
         left = tl.load(own_keys + j, mask=j < NUM_BLOCKS, other=_NO_KEY, cache_modifier=".cg")
@@ -187,7 +189,8 @@ def report_rows(
         scratch: Of at least num_kept rows and exactly `vocab_size`.
         ids: int32 [num_kept], what was chosen of the others.
         reports: int32 [any, REPORT_WIDTH], values as float32 bits; a request's begin where
-            `Asked.REPORT` says, in the order of its kept logits.
+            `Asked.REPORT` says, in the order of its kept logits. NaN for the token where a row
+            holds NaN or +inf, or nothing but -inf.
         vocab_size: Ids from here on are padding of the model, never read.
     """
     num_kept, num_chunks = len(logits), scratch.tops.shape[1]

@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 from sample_calls import DEVICE, POISON, inputs_of, params, random_logits
 
+from worker.engine.plan import RowResult
+from worker.engine.runner import NOT_NUMBERS
 from worker.engine.sequence import Sequence
 from worker.gpu.device_rows import asked_of
+from worker.gpu.reports import Reports
 from worker.kernels.draft_scores import DraftScores, reference_scores
 from worker.kernels.logprobs import (
     REPORT_WIDTH,
@@ -373,6 +376,32 @@ def test_reports_are_the_likeliest_tokens_and_the_tokens_own(
             assert (values <= 0).all()
             assert (found[k, 1 + num_top : 21] == POISON).all()
     assert (found[-1] == POISON).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_rows_that_hold_no_numbers_end_in_an_error() -> None:
+    """NaN beside numbers, +inf, or nothing but -inf: for prompts' tokens, as for new ones."""
+    vocab_size = 5003
+    asking = [params(num_logprobs=0, num_prompt_logprobs=2)] * 2 + [params(num_logprobs=1)] * 3
+    rig = Reporter(asking, [(2, 2), (1, 2), (0, 1), (0, 1), (0, 1)], vocab_size)
+    logits = random_logits(rig.num_kept + 1, vocab_size, seed=5, scale=2.0)
+    logits[1, 4000] = math.nan
+    logits[4, 7] = math.inf
+    logits[5] = -math.inf
+    logits[6, 1:] = -math.inf
+    reports = Reports(
+        values=torch.from_numpy(rig.run(logits)),
+        firsts=rig.firsts,
+        num_prompts=[prompts for prompts, _ in rig.shape],
+        num_tops=[0, 0, 1, 1, 1],
+        num_prompt_tops=[2, 2, -1, -1, -1],
+    )
+    results = [RowResult([]), RowResult([1]), RowResult([1]), RowResult([1]), RowResult([1])]
+    reports.add_to(results)
+    assert [result.error for result in results] == [NOT_NUMBERS, "", NOT_NUMBERS, NOT_NUMBERS, ""]
+    assert results[4].logprobs is not None
+    assert results[4].logprobs.top_ids.tolist() == [[0]]
+    assert results[4].logprobs.top.tolist() == [[0.0]]
 
 
 def test_reports_do_not_depend_on_the_other_rows() -> None:
