@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from worker.front.pieces import Piece, PositionLogprobs, Start, TokenLogprob
 from worker.messages import RowUsage
-
-pytest.importorskip("smg_grpc_proto", reason="the extra `interop` is not installed")
-from smg_grpc_proto import vllm_engine_pb2 as pb
-
 from worker.vllm.response import Messages
 
 START = Start(seed=1, fingerprint="", num_prompt_tokens=3)

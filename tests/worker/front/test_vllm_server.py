@@ -17,8 +17,6 @@ from calls import asked, detail, refusal
 from conditions import until
 from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
-pytest.importorskip("smg_grpc_proto", reason="the extra `interop` is not installed")
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
