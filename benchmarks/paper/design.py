@@ -55,7 +55,9 @@ class Design:
     closed_passes: int = 4  # in ABBA order; each gives a pair of every two arms
     open_passes: int = 4
     warm_passes: int = 1  # before them, not counted: policies and caches begin cold
-    capped_kv_tokens: int = 49_152  # of the pool in the elastic section
+    # Of the elastic section: a pool for some 150 of these requests, and more rows than that.
+    capped_kv_tokens: int = 49_152
+    capped_num_seqs: int = 256
     flags: tuple[str, ...] = field(
         default=("device=cuda", "dtype=bfloat16", "arithmetic=exact", "max-num-batched-tokens=2048")
     )
@@ -78,6 +80,7 @@ TINY = Design(
     closed_passes=2,
     open_passes=2,
     capped_kv_tokens=256,
+    capped_num_seqs=4,
     flags=(
         "device=cpu",
         "dtype=float32",

@@ -191,12 +191,14 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[Rig, Results]]:
     design: Design = options.design
     with contextlib.ExitStack() as stack:
         flags = [f"--{flag}" for flag in (*design.flags, *options.flag)]
-        flags += [f"--model={options.model}", f"--max-num-seqs={design.max_num_seqs}"]
+        is_elastic = "elastic" in options.sections
+        num_seqs = design.capped_num_seqs if is_elastic else design.max_num_seqs
+        flags += [f"--model={options.model}", f"--max-num-seqs={num_seqs}"]
         flags += [f"--draft={options.draft}"] if options.draft else []
         flags += [f"--max-model-len={design.max_model_len}", "--prefix-cache=false"]
         flags += [f"--block-size={BLOCK_SIZE}", "--planner=in this process"]
         agent = ""
-        if "elastic" in options.sections:
+        if is_elastic:
             flags.append(f"--num-blocks={design.capped_kv_tokens // BLOCK_SIZE}")
             agent = stack.enter_context(service("memory-agent", [], environment(*FOLDERS)))
             flags.append(f"--memory-agent={agent}")
