@@ -88,6 +88,8 @@ def bias(value: object) -> dict[int, float]:
             raise ValueError("its names must be token ids")
         if not isinstance(number, int | float) or isinstance(number, bool):
             raise ValueError("its values must be numbers")
+        if int(name) in found:
+            raise ValueError(f"names token {int(name)} twice")
         try:
             found[int(name)] = float(number)
         except OverflowError:

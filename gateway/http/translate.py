@@ -129,6 +129,8 @@ def _completion(body: CompletionBody, request_id: str) -> Parsed:
     # Prompts alone are scored by generating one token, which is thrown away.
     num_hidden = 1 if body.echo and body.max_tokens == 0 else 0
     if num_hidden:
+        if body.min_tokens:
+            raise _invalid("min_tokens", "exceeds max_tokens, 0")
         common.sampling.max_tokens = 1
     if body.logprobs is not None:
         common.sampling.logprobs = body.logprobs

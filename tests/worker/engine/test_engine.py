@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from collections import Counter
@@ -328,8 +329,8 @@ def test_an_abort_ends_the_request_and_shutdown_ends_all() -> None:
 
 def test_a_target_that_is_not_a_number_ends_its_request_alone() -> None:
     """The row ends with an error, its blocks leave the cache; its neighbour is bit-identical."""
-    for moment in (0, 1, 4, 7):
-        bench = Bench()
+    for moment, gamma in itertools.product((0, 1, 4, 7), range(6)):
+        bench = Bench(fixed_gamma=gamma)
         expected = answer(bench, params(max_tokens=30))
         other = prompt(random.Random(2), 40)
         bench.target.poisoned_prefixes.add(tuple(TEXT + expected[:moment]))

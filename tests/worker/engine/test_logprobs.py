@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_rig import Columns, Rig, fakes, params, prompt
+from engine_rig import Columns, Rig, fakes, oracle, params, prompt
+from fake_forward import Kind
 from transformers import AutoModelForCausalLM
 
 from worker.engine.plan import MAX_SCORED
@@ -74,6 +75,29 @@ def test_they_are_the_raw_targets(build: Callable[..., Models], tiny: object) ->
         exact = model(torch.tensor([whole])).logits[0, :, :VOCAB_SIZE].double().log_softmax(1)
     check(found[0], exact[len(text) - 1 : -1], rig.tokens(0), 3)
     check(found[1], exact[: len(text) - 1], text[1:], 2)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("draft", ["target", "noisy", "random"])
+def test_every_gamma_and_draft_tells_the_same(draft: Kind, depth: int) -> None:
+    """Accepted, recovered or bonus token: what the target alone says of it after its prefix."""
+    target, model = fakes(draft)
+    text = prompt(random.Random(5), 12)
+    sampling = params(max_tokens=20, num_logprobs=2, num_prompt_logprobs=1, **PENALIZED)
+    token_ids, _ = oracle(target, text, sampling)
+    whole = text + token_ids
+    exact = [_log_softmax(target.logits(whole[:n])) for n in range(1, len(whole))]
+    told = [float(exact[n][whole[n + 1]]) for n in range(len(exact))]
+    for gamma in range(9):
+        rig = Rig(target, model, gamma=gamma, depth=depth)
+        rig.submit(0, text, sampling)
+        rig.run()
+        assert rig.tokens(0) == token_ids
+        answer = rig.answers[0]
+        np.testing.assert_allclose(answer.prompt_logprobs.chosen, told[:11], atol=1e-4)
+        np.testing.assert_allclose(answer.logprobs.chosen, told[11:], atol=1e-4)
+        best = [sorted(np.argsort(row)[-2:].tolist()) for row in exact[11:]]
+        assert [sorted(ids) for ids in answer.logprobs.top_ids] == best
 
 
 @pytest.mark.parametrize("depth", [0, 1])

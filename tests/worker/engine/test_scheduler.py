@@ -6,6 +6,7 @@ import random
 
 import pytest
 from engine_rig import Rig, fakes, oracle, params, prompt
+from fake_forward import Kind
 
 
 def test_steps_stay_within_their_tokens_and_decode_comes_first() -> None:
@@ -100,26 +101,37 @@ def test_what_can_never_fit_is_refused_with_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_aborts_at_every_moment_free_everything(depth: int) -> None:
-    """Aborted before, between or within its steps, a request leaves no block; a canary is fine."""
-    canary = prompt(random.Random(9), 20)
+@pytest.mark.parametrize("draft", ["target", "noisy", "random"])
+def test_aborts_at_every_moment_free_everything(draft: Kind, depth: int) -> None:
+    """Aborted before, between or within its steps, a request leaves no block; a canary is fine.
+
+    Who then goes on from what arrived, as a conversation does, finds nothing of what did not.
+    """
+    rng = random.Random(draft)
+    canary, text = prompt(random.Random(9), 20), prompt(random.Random(8), 40)
+    sampling = params(max_tokens=20, temperature=1.0, frequency_penalty=0.5)
+    expected, _ = oracle(fakes(None)[0], canary, params(max_tokens=24))
     for moment in range(12):
-        target, draft = fakes("noisy")
-        rig = Rig(target, draft, gamma=3, depth=depth, max_num_batched_tokens=16, max_num_seqs=8)
-        rig.submit(0, canary, params(max_tokens=30))
-        rig.submit(1, prompt(random.Random(8), 40), params(max_tokens=20))
-        for _ in range(moment):
-            rig.step()
-        rig.launch()
-        rig.abort(1)
-        rig.scheduler.check_integrity()
-        delivered = len(rig.tokens(1))
-        rig.drain()
-        rig.run()
-        assert len(rig.tokens(1)) == delivered
-        assert rig.end(1).reason in ("abort", "length")
-        assert rig.tokens(0) == oracle(target, canary, params(max_tokens=30))[0]
-        assert rig.blocks.num_free == rig.blocks.num_total
+        for gamma in (rng.randint(0, 4), rng.randint(5, 8)):
+            target, model = fakes(draft)
+            rig = Rig(target, model, gamma=gamma, depth=depth, max_num_batched_tokens=20)
+            rig.submit(0, canary, params(max_tokens=24))
+            rig.submit(1, text, sampling)
+            for _ in range(moment):
+                rig.step()
+            rig.launch()
+            rig.abort(1)
+            rig.scheduler.check_integrity()
+            delivered = len(rig.tokens(1))
+            turn = text + rig.tokens(1) + canary[:3]
+            rig.submit(2, turn, sampling)
+            rig.drain()
+            rig.run()
+            assert len(rig.tokens(1)) == delivered
+            assert rig.end(1).reason in ("abort", "length")
+            assert rig.tokens(0) == expected
+            assert rig.tokens(2) == oracle(target, turn, sampling)[0]
+            assert rig.blocks.num_free == rig.blocks.num_total
 
 
 @pytest.mark.parametrize("depth", [0, 1])

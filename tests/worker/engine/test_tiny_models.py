@@ -222,12 +222,12 @@ def test_a_stop_string_ends_the_answer_within_a_block(
     tokenizer = Tokenizer.load(folders("target"))
     text = prompt(random.Random(4), 12, 300)
     free = answer(models, text, params(max_tokens=24, ignore_eos=True))
-    for k in range(2, 14):
+    for k in (2, 4, 7, 8, 11):
         stop = tokenizer.decode(free[: k + 1])[-2:]
         if "�" in stop or not stop:
             continue
         count = next(n for n in range(1, 25) if stop in tokenizer.decode(free[:n]))
-        for gamma in (0, 4):
+        for gamma in range(9):
             rig = rig_for(models, gamma=gamma)
             sampling = params(max_tokens=24, ignore_eos=True, stop=(stop,))
             rig.submit(0, text, sampling, Detokenizer(tokenizer, (stop,)))
@@ -244,8 +244,9 @@ def test_padded_vocabulary_is_never_sampled(
 
     target = tiny_folder(tmp_path, "target", vocab_size=384)
     models = build(target, tiny_folder(tmp_path, "noisy", vocab_size=448))
+    gammas = random.Random(448)
     for temperature in (0.0, 1.0):
-        rig = rig_for(models, gamma=4)
+        rig = rig_for(models, gamma=lambda: gammas.randint(0, 8))
         rig.submit(0, [5, 6, 7], params(temperature=temperature, max_tokens=60, ignore_eos=True))
         rig.run()
         assert len(rig.tokens(0)) == 60
