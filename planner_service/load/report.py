@@ -154,8 +154,10 @@ def speculation(records: Sequence[Record]) -> Figures:
 
 def over_time(done: Sequence[Record], end_s: float, bin_s: float) -> Figures:
     """Columns by time: a request's mean gamma and acceptance count where its pieces came."""
-    num_bins = max(1, math.ceil(end_s / bin_s))
-    edges = np.arange(num_bins + 1) * bin_s
+    num_bins = int(end_s / bin_s)
+    # Whole bins; a run shorter than one is one.
+    edges = np.arange(num_bins + 1) * bin_s if num_bins else np.array([0.0, max(end_s, 1e-9)])
+    num_bins = len(edges) - 1
     tokens, gamma, steps, accepted, drafts = (np.zeros(num_bins) for _ in range(5))
     for record in done:
         answer = record.answer
@@ -169,7 +171,7 @@ def over_time(done: Sequence[Record], end_s: float, bin_s: float) -> Figures:
         gamma += share * sum(g * n for g, n in enumerate(answer.gamma_histogram))
         drafts += share * (answer.num_drafts or 0)
         accepted += share * (answer.num_accepted or 0)
-    widths = np.minimum(edges[1:], max(end_s, bin_s / 1000)) - edges[:-1]
+    widths = np.diff(edges)
     sent = [r.sent_s for r in done]
     return {
         "at_s": [round(float(at), 3) for at in edges[:-1]],

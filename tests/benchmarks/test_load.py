@@ -211,6 +211,9 @@ def test_latencies_are_from_arrival_and_tokens_are_the_usage() -> None:
     assert figures["acceptance"] == pytest.approx(0.6)
     assert figures["mean_accepted_length"] == pytest.approx(2.0)
     assert figures["mean_gamma"] == pytest.approx(6 / 7)
+    drawn = summarize(run, Slo(), warm_up_s=0.0, bin_s=3.0)["over_time"]
+    assert drawn["at_s"] == [0.0, 3.0, 6.0]  # whole bins: the last second is left out
+    assert drawn["tokens_per_s"] == pytest.approx([10 / 3, 4.5 / 3, 7.5 / 3], abs=0.01)
     late = Record(ask=ask(due_s=1.0), answer=Answer(piece_times=[4.0]), sent_s=3.0, ended_s=4.0)
     assert report.ttft_s(late) == 3.0
 
