@@ -10,14 +10,14 @@ what those rows will have at least and at most.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 from worker.engine.decisions import Choice
-from worker.engine.plan import MAX_SCORED, Plan, PlannedRow, RowResult, StepResult, TokenLogprobs
+from worker.engine.output import Columns
+from worker.engine.plan import MAX_SCORED, Plan, PlannedRow, RowResult, StepResult
 from worker.engine.rows import Rows
 from worker.engine.sequence import Sequence, SequenceStatus, advance
-from worker.messages import Context, Finished, Logprobs, StepOutput
+from worker.messages import Context, StepOutput
 
 Chooser = Callable[[int, int], Choice]  # (decode rows, their KV tokens) -> gamma
 
@@ -163,7 +163,7 @@ class Scheduler(Rows):
         """Apply what a step computed to the rows that are still as they were when it began."""
         plan = done.plan
         self._retire(plan.step)
-        output = _Columns()
+        output = Columns()
         most = max([row.gamma for row in plan.rows])
         done.reached, done.accepted = [0] * most, [0] * most
         version = self.blocks.draft_version
@@ -177,7 +177,7 @@ class Scheduler(Rows):
         row: PlannedRow,
         result: RowResult,
         done: StepResult,
-        output: _Columns,
+        output: Columns,
         draft_version: int,
     ) -> None:
         sequence = row.sequence
@@ -258,45 +258,9 @@ class Scheduler(Rows):
     def fail(self, plan: Plan, message: str) -> StepOutput:
         """End every row of a step that raised; their blocks are forgotten."""
         self._retire(plan.step)
-        output = _Columns()
+        output = Columns()
         for row in plan.rows:
             if row.epoch == row.sequence.epoch:
                 self.blocks.forget(row.sequence.block_table)
                 output.finished.append(self._finish(row.sequence, "error", message))
         return output.message()
-
-
-class _Columns:
-    """Collects a `StepOutput`."""
-
-    def __init__(self) -> None:
-        self._request_ids: list[int] = []
-        self._num_tokens: list[int] = []
-        self._token_ids = array("i")
-        self._logprobs: list[Logprobs] = []
-        self._prompt_logprobs: list[Logprobs] = []
-        self.finished: list[Finished] = []
-
-    def add(
-        self, request_id: int, token_ids: list[int], logprobs: TokenLogprobs | None = None
-    ) -> None:
-        """Add a row's new tokens; of the log-probabilities only theirs."""
-        self._request_ids.append(request_id)
-        self._num_tokens.append(len(token_ids))
-        self._token_ids.extend(token_ids)
-        if logprobs is not None:
-            self._logprobs.append(logprobs.message(request_id, len(token_ids)))
-
-    def add_prompt_logprobs(self, request_id: int, logprobs: TokenLogprobs) -> None:
-        """Add those of the next part of a row's prompt."""
-        self._prompt_logprobs.append(logprobs.message(request_id, len(logprobs.chosen)))
-
-    def message(self) -> StepOutput:
-        return StepOutput(
-            request_ids=self._request_ids,
-            num_tokens=self._num_tokens,
-            token_ids=self._token_ids.tobytes(),
-            finished=self.finished,
-            logprobs=self._logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-        )

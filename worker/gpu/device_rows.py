@@ -23,10 +23,10 @@ from worker.gpu.staging import (
 from worker.kernels.attention_inputs import LONG_HEIGHT, SHORT_HEIGHTS
 from worker.kernels.logprobs import MAX_TOP
 from worker.kernels.processors import NUM_ASKED, Asked, marks_width, write_marks
-from worker.kernels.step import Field, RowState
+from worker.kernels.row_state import Field, RowState
 from worker.messages import SamplingParams
 from worker.sampling.processors import inverse, is_asked
-from worker.sampling.sampler import GREEDY_UP_TO
+from worker.sampling.sampler import is_greedy
 
 
 @dataclass(slots=True)
@@ -219,8 +219,7 @@ def asked_of(sequence: Sequence) -> np.ndarray:
 def _sampling(params: SamplingParams) -> np.ndarray:
     values = np.zeros(NUM_SAMPLING, dtype=np.int32)
     floats = values.view(np.float32)
-    greedy = params.temperature <= GREEDY_UP_TO or params.top_k == 1
-    floats[INVERSE_TEMPERATURE] = 0.0 if greedy else 1 / params.temperature
+    floats[INVERSE_TEMPERATURE] = 0.0 if is_greedy(params) else 1 / params.temperature
     floats[TOP_P], floats[MIN_P] = params.top_p, params.min_p
     values[TOP_K] = min(max(params.top_k, 0), 2**31 - 1)
     seed = params.seed & (2**64 - 1)

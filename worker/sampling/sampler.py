@@ -73,14 +73,15 @@ def log_probabilities(
 
 def _log_probability(logits: Float32s, params: SamplingParams, token_id: int) -> float:
     z = logits - logits.max()
-    if not _is_greedy(params):
+    if not is_greedy(params):
         z *= np.float32(1 / params.temperature)
     chosen = z[token_id]
     # The largest weight is 1: their sum is at least that, and its logarithm at least 0.
     return float(chosen - np.log(np.exp(z, out=z).sum()))
 
 
-def _is_greedy(params: SamplingParams) -> bool:
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the largest logit is taken, without noise."""
     return params.temperature <= GREEDY_UP_TO or params.top_k == 1
 
 
@@ -89,7 +90,7 @@ def _sample_row(logits: Float32s, params: SamplingParams, position: int) -> int:
     top = logits[best]
     if not np.isfinite(top):
         return UNUSABLE
-    if _is_greedy(params):
+    if is_greedy(params):
         return best
     z = logits - top
     z *= np.float32(1 / params.temperature)
