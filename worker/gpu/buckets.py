@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nightjar.errors import EngineFailure
 from worker.engine.plan import MAX_SCORED
 from worker.kernels.attention_inputs import SHORT_HEIGHTS
-from worker.kernels.step import MAX_CHOICES
+from worker.kernels.row_state import MAX_CHOICES
 
 _DECODE = (2, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _LARGE_STEP = 128  # between sizes above the fine ones

@@ -18,9 +18,10 @@ from worker.gpu.staging import HostStage, Stage
 from worker.kernels.draft_scores import DraftScores
 from worker.kernels.draft_step import DraftKernels
 from worker.kernels.inputs import ForwardInputs
+from worker.kernels.row_state import NUM_VERIFIED, Choices
 from worker.kernels.sampling import SampleScratch, sample_rows
 from worker.kernels.selection import select
-from worker.kernels.step import NUM_VERIFIED, Choices, StepKernels
+from worker.kernels.step import StepKernels
 
 
 class Drafter:

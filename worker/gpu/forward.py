@@ -12,7 +12,7 @@ from torch import nn
 
 from nightjar.errors import EngineFailure
 from worker.gpu.buckets import Buckets
-from worker.gpu.gemm_choice import free_table
+from worker.gpu.gemm_table import free_table
 from worker.gpu.paged import PagedAttention
 from worker.kernels.attention_inputs import LONG_HEIGHT, SHORT_HEIGHTS
 from worker.kernels.inputs import ForwardInputs, InputBuffers

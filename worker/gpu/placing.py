@@ -9,7 +9,8 @@ from pathlib import Path
 from worker.config import WorkerConfig
 from worker.gpu.buckets import Buckets
 from worker.gpu.forward import DeviceForward
-from worker.gpu.gemm_choice import GemmTable, choose_gemms, free_table
+from worker.gpu.gemm_choice import choose_gemms
+from worker.gpu.gemm_table import GemmTable, free_table
 from worker.model.device import Placement
 from worker.model.forward import ModelForward
 

@@ -12,7 +12,7 @@ from worker.engine.runner import NOT_NUMBERS
 from worker.gpu.staging import HostStage
 from worker.kernels.logprobs import read_reports
 from worker.kernels.processors import Asked
-from worker.kernels.step import Field
+from worker.kernels.row_state import Field
 
 
 @dataclass(slots=True)

@@ -22,8 +22,9 @@ from worker.gpu.reports import Reports
 from worker.gpu.staging import Stage
 from worker.gpu.timing import Marks, Timer, elapsed_us, wait
 from worker.kernels.logprobs import REPORT_WIDTH, ReportScratch, report_rows
+from worker.kernels.row_state import RESULT_WIDTH, Choices, Field, RowState
 from worker.kernels.sampling import SampleScratch, sample_rows
-from worker.kernels.step import RESULT_WIDTH, Choices, Field, RowState, StepKernels
+from worker.kernels.step import StepKernels
 from worker.speculative.ngram import NgramProposer
 
 

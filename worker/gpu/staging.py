@@ -8,8 +8,8 @@ import torch
 
 from worker.kernels.draft_step import DraftRows
 from worker.kernels.processors import NUM_ASKED, Processing
+from worker.kernels.row_state import NUM_FIELDS, Choices, Field, RowState, StagedRows
 from worker.kernels.sampling import SampleInputs
-from worker.kernels.step import NUM_FIELDS, Choices, Field, RowState, StagedRows
 
 Int32s = npt.NDArray[np.int32]
 HEADER = 8

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from worker.kernels.processors import TILE, few_logits_of, logits_of, reading
+from worker.kernels.row_state import MAX_CHOICES, RowState
 from worker.kernels.sampling import SampleInputs, SampleScratch, params_of
 from worker.kernels.sampling_cut import is_greedy
 from worker.kernels.sampling_scan import FRAME
-from worker.kernels.step import MAX_CHOICES, RowState
 from worker.sampling import log_probabilities
 
 MAX_DRAFTS = MAX_CHOICES - 1  # a power of two

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from worker.kernels.inputs import ForwardInputs, InputBuffers
-from worker.kernels.step import Choices, StagedRows, StepKernels
+from worker.kernels.row_state import Choices, StagedRows
+from worker.kernels.step import StepKernels
 
 
 @dataclass(frozen=True, kw_only=True)

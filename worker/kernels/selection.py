@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from worker.kernels.draft_scores import MAX_DRAFTS
-from worker.kernels.step import StagedRows
+from worker.kernels.row_state import StagedRows
 from worker.speculative.selection import likeliest
 
 _BITS = tl.constexpr(63)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from worker.kernels.attention_inputs import LONG_HEIGHT
-from worker.kernels.step import RowState
+from worker.kernels.row_state import RowState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A staged row; fields as in `step.Field`."""
+    """A staged row; fields as in `row_state.Field`."""
 
     slot: int
     count: int

@@ -15,7 +15,7 @@ from worker.model.plan import Plan
 from worker.model.pool import KVCache
 
 if TYPE_CHECKING:
-    from worker.gpu.gemm_choice import GemmTable
+    from worker.gpu.gemm_table import GemmTable
     from worker.gpu.paged import PagedAttention
     from worker.model.native import NativeAttention
 

@@ -230,7 +230,7 @@ def _forward(
         return ModelForward(model, runtime, vocab_size=vocab_size, max_model_len=length)
     from worker.gpu.buckets import Buckets
     from worker.gpu.forward import DeviceForward
-    from worker.gpu.gemm_choice import default_table
+    from worker.gpu.gemm_table import default_table
 
     rows = len(_LENGTHS)
     forward = DeviceForward(model, runtime, vocab_size=vocab_size, max_model_len=length)

@@ -10,9 +10,10 @@ import torch
 
 from nightjar.errors import EngineFailure
 from worker.gpu import gemm_cache
-from worker.gpu.gemm_choice import GemmTable, Library, choose_gemms, default_table, free_table
+from worker.gpu.gemm_choice import choose_gemms
 from worker.gpu.gemm_library import library_matmul
 from worker.gpu.gemm_meter import Product
+from worker.gpu.gemm_table import GemmTable, Library, default_table, free_table
 from worker.kernels.gemm import fixed_order_matmul, num_splits, reference_matmul, split_size
 from worker.kernels.gemm_tiles import Join, Tile, candidates
 

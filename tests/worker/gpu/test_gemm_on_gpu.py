@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.gpu.gemm_choice import GemmTable, choose_gemms
+from worker.gpu.gemm_choice import choose_gemms
 from worker.gpu.gemm_library import library_matmul
 from worker.gpu.gemm_meter import CudaMeter
+from worker.gpu.gemm_table import GemmTable
 from worker.kernels.gemm import compile_tile, fixed_order_matmul, num_splits, reference_matmul
 from worker.kernels.gemm_tiles import Tile, candidates
 

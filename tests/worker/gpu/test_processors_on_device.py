@@ -37,8 +37,8 @@ from worker.kernels.processors import (
     reading,
     write_marks,
 )
+from worker.kernels.row_state import RowState
 from worker.kernels.sampling import SampleInputs, SampleScratch, sample_rows
-from worker.kernels.step import RowState
 from worker.messages import SamplingParams
 from worker.sampling import sample
 from worker.sampling.processors import Processors, Span, process

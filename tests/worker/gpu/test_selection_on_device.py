@@ -13,9 +13,9 @@ from sample_calls import DEVICE, inputs_of, params
 from worker.gpu.device_rows import Shape
 from worker.gpu.staging import Stage
 from worker.kernels.draft_scores import MAX_DRAFTS, DraftScores, reference_scores
+from worker.kernels.row_state import NUM_VERIFIED, Choices, RowState, StagedRows
 from worker.kernels.sampling import SampleInputs, SampleScratch, sample_rows
 from worker.kernels.selection import reference_select, select
-from worker.kernels.step import NUM_VERIFIED, Choices, RowState, StagedRows
 from worker.messages import SamplingParams
 
 # ---- scores ----

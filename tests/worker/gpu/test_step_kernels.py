@@ -12,7 +12,8 @@ from worker.gpu.staging import Stage
 from worker.kernels.draft_step import DraftKernels
 from worker.kernels.inputs import InputBuffers
 from worker.kernels.processors import Asked
-from worker.kernels.step import RESULT_WIDTH, Choices, RowState, StepKernels
+from worker.kernels.row_state import RESULT_WIDTH, Choices, RowState
+from worker.kernels.step import StepKernels
 from worker.kernels.step_reference import Row, reference_accept, reference_prepare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
