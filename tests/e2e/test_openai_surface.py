@@ -70,11 +70,11 @@ def test_exactly_so_many_tokens(http: httpx.Client, max_gamma: int) -> None:
             assert reason == "length"
 
 
-def grpc_answer(system: System, request: pb.GenerateRequest) -> str:
-    """The text of an answer over gRPC."""
+def generated(system: System, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """An answer over gRPC."""
     with grpc.insecure_channel(system.addresses["gateway_grpc"]) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        return "".join(message.text for message in stub.Generate(request, timeout=60))
+        return list(stub.Generate(request, timeout=60))
 
 
 def test_stop_strings_at_every_door(system: System, http: httpx.Client) -> None:
@@ -95,7 +95,79 @@ def test_stop_strings_at_every_door(system: System, http: httpx.Client) -> None:
             request = pb.GenerateRequest(text=PROMPT, sampling=sampling)
             if route == CHAT:
                 request.chat.messages.add(role="user", content=PROMPT)
-            assert grpc_answer(system, request) == shown
+            pieces = generated(system, request)
+            assert "".join(piece.text for piece in pieces) == shown
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 5e-324, "max_tokens": 9, "repetition_penalty": 1.5, "n": 2},
+    {
+        "temperature": 1.0,
+        "frequency_penalty": -2.0,
+        "n": 3,
+        "min_tokens": 4,
+        "stop": ["e", "o"],
+    },
+    {"temperature": 2.0, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "presence_penalty": 2.0},
+    {
+        "temperature": 0.7,
+        "logit_bias": {"100": 6.0, "150": -50.0},
+        "stop_token_ids": [100, *range(200, 230)],
+        "min_tokens": 5,
+        "n": 2,
+    },
+]
+
+
+@pytest.mark.parametrize("case", range(len(MIXED)))
+def test_answers_are_plain_decodings_at_every_door(
+    system: System, http: httpx.Client, case: int
+) -> None:
+    """Text, reasons, counts and scores over gRPC at gamma 0 are those of each route otherwise."""
+    fields = {"seed": 40 + case, "max_tokens": 16, "ignore_eos": True, **MIXED[case]}
+    biases = {int(name): bias for name, bias in fields.get("logit_bias", {}).items()}
+    sampling = pb.SamplingParams(**{**fields, "logit_bias": biases}, logprobs=0)
+    n = fields.get("n", 1)
+    for route in (CHAT, COMPLETION):
+        request = pb.GenerateRequest(text=PROMPT, sampling=sampling)
+        if route == CHAT:
+            request.chat.messages.add(role="user", content=PROMPT)
+        request.speculation.max_gamma = 0
+        pieces = generated(system, request)
+        told = {"logprobs": True} if route == CHAT else {"logprobs": 0}
+        whole = ask(http, route, **fields, **told)
+        usage = pieces[-1].usage
+        assert whole["usage"]["completion_tokens"] == usage.num_completion_tokens
+        assert len(whole["choices"]) == n
+        for choice in whole["choices"]:
+            own = [piece for piece in pieces if piece.index == choice["index"]]
+            text = choice["message"]["content"] if route == CHAT else choice["text"]
+            assert text == "".join(piece.text for piece in own)
+            stopped = own[-1].finish_reason == pb.FINISH_REASON_STOP
+            assert choice["finish_reason"] == ("stop" if stopped else "length")
+            scores = [entry.chosen.logprob for piece in own for entry in piece.logprobs]
+            logprobs = choice["logprobs"]
+            got = (
+                [entry["logprob"] for entry in logprobs["content"]]
+                if route == CHAT
+                else logprobs["token_logprobs"]
+            )
+            assert got == scores
+
+
+def test_scores_are_those_of_the_text_as_a_prompt(system: System, http: httpx.Client) -> None:
+    """A penalized sample's log-probabilities are the model's own, read off one forward over all."""
+    ids = [70, 71, 90, 33, 120]
+    sampling = pb.SamplingParams(
+        temperature=1.5, seed=5, max_tokens=20, repetition_penalty=1.4, logprobs=0, ignore_eos=True
+    )
+    pieces = generated(system, pb.GenerateRequest(tokens={"token_ids": ids}, sampling=sampling))
+    ids += [token_id for piece in pieces for token_id in piece.token_ids]
+    scores = [entry.chosen.logprob for piece in pieces for entry in piece.logprobs]
+    scored = ask(http, COMPLETION, prompt=ids, echo=True, max_tokens=0, logprobs=0)
+    expected = scored["choices"][0]["logprobs"]["token_logprobs"][5:]
+    assert len(scores) == 20
+    assert scores == pytest.approx(expected, abs=1e-4)
 
 
 def test_bytes_of_entries_make_the_text(http: httpx.Client) -> None:
