@@ -17,6 +17,8 @@ from worker.messages import Finished, Logprobs
 UNREAD_SHARE_BYTES = 64 * 1024  # 16,384 tokens
 MAX_UNREAD_BYTES = 1024 * 1024
 MAX_ALL_UNREAD_BYTES = 256 * 1024 * 1024
+# What is taken counts no longer, and takes many times the room: so much at once, about.
+MAX_TAKEN_TOKENS = 1024
 
 
 class Unread:
@@ -27,7 +29,7 @@ class Unread:
 
 
 class Batch(NamedTuple):
-    """What has come since the reader took the last one."""
+    """What has come since the reader took the last one, or the oldest part of it."""
 
     token_ids: list[int]
     logprobs: list[Logprobs]  # of token_ids, in order, where the request asks
@@ -148,18 +150,42 @@ class TokenStream:
         return self.take()
 
     def take(self) -> Batch:
-        """What has come, and the end once it is reached.
+        """What has come, and the end once it is reached; of much, the oldest part.
+
+        What is left wakes the reader again.
 
         Raises:
             NightjarError: The stream failed.
         """
         if self._error is not None:
             raise self._error
+        if len(self._token_ids) > MAX_TAKEN_TOKENS:
+            return self._take_part()
         batch = Batch(
             self._token_ids.tolist(), self._logprobs, self._prompt_logprobs, self._finished
         )
         self._clear()
         return batch
+
+    def _take_part(self) -> Batch:
+        num_tokens, num_chunks = MAX_TAKEN_TOKENS, 0
+        if self._logprobs:  # chunks stay whole, and with their tokens
+            num_tokens = 0
+            while num_tokens < MAX_TAKEN_TOKENS:
+                num_tokens += len(self._logprobs[num_chunks].chosen) // 4
+                num_chunks += 1
+        token_ids, rest = self._token_ids[:num_tokens], self._token_ids[num_tokens:]
+        logprobs, prompt_logprobs = self._logprobs[:num_chunks], self._prompt_logprobs
+        self._token_ids, self._logprobs = rest, self._logprobs[num_chunks:]
+        self._prompt_logprobs = []
+        num_bytes = 4 * num_tokens + sum(map(_num_bytes, (*logprobs, *prompt_logprobs)))
+        self._num_bytes -= num_bytes
+        self._all_unread.num_bytes -= num_bytes
+        if rest:
+            self._wake.set()
+        return Batch(
+            token_ids.tolist(), logprobs, prompt_logprobs, None if rest else self._finished
+        )
 
     def _grown(self, num_bytes: int) -> bool:
         self._num_bytes += num_bytes

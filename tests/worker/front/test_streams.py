@@ -58,6 +58,39 @@ def test_a_read_frees_what_it_takes() -> None:
     assert unread.num_bytes == 0
 
 
+async def test_a_late_reader_takes_part_by_part() -> None:
+    """Much unread is taken in bounded parts, in order, the end with the last; the rest counts."""
+    unread = Unread()
+    late = stream(unread)
+    late.push(tokens(2 * streams.MAX_TAKEN_TOKENS + 10))
+    late.finish(fake_engine.finished(1, "length", 1))
+    read: list[int] = []
+    for left in (streams.MAX_TAKEN_TOKENS + 10, 10, 0):
+        batch = await late.read()
+        read += batch.token_ids
+        assert unread.num_bytes == 4 * left
+        assert (batch.finished is None) == (left > 0)
+    assert read == list(range(2 * streams.MAX_TAKEN_TOKENS + 10))
+
+
+async def test_log_probabilities_go_with_their_tokens() -> None:
+    """A part of an answer holds the log-probabilities of its tokens, and frees their room."""
+    unread = Unread()
+    late = stream(unread)
+    late.push_prompt(scored(5))
+    for _ in range(500):
+        late.push(tokens(3), scored(3))
+    late.wake()
+    batch = await late.read()
+    assert len(batch.token_ids) == 3 * len(batch.logprobs) >= streams.MAX_TAKEN_TOKENS
+    assert len(batch.token_ids) < streams.MAX_TAKEN_TOKENS + 3
+    assert len(batch.prompt_logprobs) == 1
+    rest = await late.read()
+    assert len(rest.token_ids) == 1500 - len(batch.token_ids) == 3 * len(rest.logprobs)
+    assert rest.prompt_logprobs == []
+    assert unread.num_bytes == 0
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Bounds that tests can reach."""
