@@ -252,3 +252,39 @@ def test_a_batch_size_that_is_never_timed_goes_by_the_nearest() -> None:
         assert choice.gamma == best
     smaller = at._replace(max_gamma=0)  # of another worker, whose largest gamma is less
     assert policy.select(smaller, stats, long_run, Scripted(chances=[0.99]))[0].exploit_gamma == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_leaves_gamma_0_when_drafts_begin_to_be_accepted(seed: int) -> None:
+    """500 steps accept nothing; then all is: each arm ran meanwhile, and drafts win soon."""
+    policy, rng = made(gamma_max=2), random.Random(seed)
+    at = Context(1, max_gamma=2)
+    stats, session = NOTHING, Session()
+    step_us = (10_000, 12_000, 16_000)
+    friendly_at, ran, runs = 500, 0, [0, 0, 0]
+    tried_after = won_after = math.inf
+    while ran < 5000 and won_after == math.inf:
+        choice, session = policy.select(at, stats, session, rng)
+        gamma, steps = choice.gamma, choice.hold_steps
+        friendly = ran >= friendly_at
+        reached = (steps,) * gamma if friendly else (steps,) * min(gamma, 1) + (0,) * (gamma - 1)
+        emitted = steps * (1 + gamma) if friendly else steps
+        accepted = reached if friendly else (0,) * gamma
+        us = step_us[gamma] * steps
+        outcome = Outcome(
+            steps, steps, us, emitted, steps, emitted, reached=reached, accepted=accepted
+        )
+        stats = stats.plus(policy.update(stats, at, gamma, outcome))
+        session = session.after_steps(1, steps)
+        ran += steps
+        if not friendly:
+            runs[gamma] += steps
+            continue
+        if gamma > 0:
+            tried_after = min(tried_after, ran - friendly_at)
+        if choice.exploit_gamma > 0:
+            won_after = ran - friendly_at
+    assert min(runs[1:]) > 0
+    assert runs[0] > sum(runs[1:])
+    assert tried_after <= 600
+    assert won_after <= 2000

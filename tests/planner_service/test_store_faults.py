@@ -91,7 +91,7 @@ async def _listeners(store: StoreServer) -> int:
 
 
 async def test_a_restarted_store_is_listened_to_again(store_server: StoreServer) -> None:
-    """R01: both replicas subscribe anew, and follow a version made at one of them."""
+    """Both replicas subscribe anew, and follow a version made at one of them."""
     async with whole(store_server) as (_, stub, _):
         with planner(store_server.url) as (_, other):
             async with dialled(other) as second:
@@ -108,7 +108,7 @@ async def _equals(asked: Any, value: object) -> bool:
 
 
 async def test_half_open_connections_are_found_out(store_server: StoreServer) -> None:
-    """R02: a path that goes silent without a word is left; versions and sums get through."""
+    """A path that goes silent without a word is left; versions and sums get through."""
     async with (
         StoreProxy(store_server.path).serving() as proxy,
         whole(store_server, proxy.url) as (_, stub, _),
@@ -150,7 +150,7 @@ async def test_versions_spread_without_any_hint(store_server: StoreServer) -> No
 async def test_a_demoted_store_is_left_alone_until_it_is_master_again(
     store_server: StoreServer,
 ) -> None:
-    """R03: READONLY is an outage like any other."""
+    """READONLY is an outage like any other."""
     with redis.Redis.from_url(store_server.url) as raw:
         async with whole(store_server) as (command, stub, chatter):
             raw.replicaof("127.0.0.1", 1)
@@ -167,7 +167,7 @@ async def test_a_demoted_store_is_left_alone_until_it_is_master_again(
 async def test_a_store_that_is_busy_with_a_script_is_survived(
     store_server: StoreServer, seconds: float
 ) -> None:
-    """R04: it answers nothing at first and BUSY later; then it is used again, unaided."""
+    """It answers nothing at first and BUSY later; then it is used again, unaided."""
     loop = """
     local function now()
       local t = redis.call('TIME')
@@ -187,7 +187,7 @@ async def test_a_store_that_is_busy_with_a_script_is_survived(
 
 
 async def test_a_store_that_forgot_its_scripts_gets_them_again(store_server: StoreServer) -> None:
-    """R05: SCRIPT FLUSH in the middle of it costs nothing, not even a warning."""
+    """SCRIPT FLUSH in the middle of it costs nothing, not even a warning."""
     with redis.Redis.from_url(store_server.url) as raw:
         async with whole(store_server) as (command, stub, chatter):
             for _ in range(3):
@@ -237,7 +237,7 @@ async def _written(store: StoreServer, words: bytes, times: int) -> bool:
 async def test_a_truncated_log_loses_nothing_that_a_planner_keeps(
     store_server: StoreServer,
 ) -> None:
-    """R06: a store that lost its last writes gets them again, and says how many those were."""
+    """A store that lost its last writes gets them again, and says how many those were."""
     async with whole(store_server) as (command, stub, chatter):
         # The second but last write is cut: one must stand before it.
         await comes_true(lambda: _written(store_server, b"total:steps", 4))
@@ -254,7 +254,7 @@ async def test_a_truncated_log_loses_nothing_that_a_planner_keeps(
 
 
 async def test_a_planner_runs_on_when_the_log_is_corrupt(store_server: StoreServer) -> None:
-    """R06: the store refuses to start; old and new planners decide, and say what is wrong."""
+    """The store refuses to start; old and new planners decide, and say what is wrong."""
     async with whole(store_server) as (_, _, chatter):
         pass
     with planner(store_server.url) as (command, address):
