@@ -8,7 +8,7 @@ Gateway, worker and client are processes of their own. latency: one stream at a 
 called directly, through the gateway's gRPC, through its HTTP, and through a relay that copies
 bytes from gRPC to gRPC, and so shows what the library alone takes, in turns. throughput: many
 streams; the gateway's processor time, which other load disturbs little, over what was streamed.
-memory: clients that take 2 KB a second of answers that the worker has long finished.
+memory: clients that take 8 KB a second of answers that the worker has long finished.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
         streams=options.streams,
         seconds=options.seconds,
         readers=options.readers,
-        slow_tokens=65_536,
+        slow_tokens=163_840,
         hold_s=options.hold_s,
     )
     print(json.dumps(asyncio.run(measured(options.only, TINY if options.tiny else size)), indent=1))

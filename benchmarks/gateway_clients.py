@@ -16,7 +16,7 @@ from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc
 
 PROMPT = [7 * i % 1000 for i in range(32)]
-SLOW_BYTES = 2048  # of one read of a slow reader
+SLOW_BYTES = 8192  # of one read of a slow reader
 _STAMP = re.compile(rb'"text":"(\d+)\|')
 _END = b"\r\n0\r\n\r\n"
 _TAIL_BYTES = 4096
@@ -141,7 +141,7 @@ async def ask_grpc(channel: grpc.aio.Channel, manner: str, num_tokens: int) -> H
 
 
 class SlowReader:
-    """An HTTP client that takes two kilobytes when it is told to, and nothing else."""
+    """An HTTP client that takes eight kilobytes when it is told to, and nothing else."""
 
     def __init__(self, address: str, request: bytes) -> None:
         host, _, port = address.rpartition(":")

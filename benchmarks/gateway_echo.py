@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from array import array
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -66,17 +66,14 @@ class Pace:
             self._later(now)
 
     def _push(self, stream: TokenStream, row: Row, num_tokens: int) -> None:
-        token_ids = list(itertools.islice(row.token_ids, num_tokens))
+        token_ids = row.next(num_tokens)
         row.owed -= len(token_ids)
-        if token_ids and stream.push(memoryview(b"".join(map(_INT32.__getitem__, token_ids)))):
+        if token_ids and stream.push(memoryview(array("i", token_ids).tobytes())):
             stream.wake()
         if row.left == 0:
             stream.finish(Finished(request_id=0, reason="length", usage=row.usage()))
         if stream.ended:
             self._close(stream)
-
-
-_INT32 = [token_id.to_bytes(4, "little") for token_id in range(VOCABULARY)]
 
 
 class Row:
@@ -85,8 +82,15 @@ class Row:
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._prompt = list(request.tokens.token_ids)
         self._num_tokens = self.left = request.sampling.max_tokens
-        self.token_ids = self._echo()
         self.owed = 1.0  # tokens due and not pushed
+
+    def next(self, num_tokens: int) -> list[int]:
+        """So many token ids, or all that are left."""
+        num_tokens = min(num_tokens, self.left)
+        begin = (self._num_tokens - self.left) % len(self._prompt)
+        self.left -= num_tokens
+        repeats = (begin + num_tokens) // len(self._prompt) + 1
+        return (self._prompt * repeats)[begin : begin + num_tokens]
 
     def usage(self) -> RowUsage:
         """What the whole answer cost."""
@@ -105,13 +109,6 @@ class Row:
     def start(self, seed: int) -> Start:
         """Facts of its admission."""
         return Start(seed=seed, fingerprint=_FINGERPRINT, num_prompt_tokens=len(self._prompt))
-
-    def _echo(self) -> Iterator[int]:
-        for token_id in itertools.cycle(self._prompt):
-            self.left -= 1
-            yield token_id
-            if self.left == 0:
-                return
 
 
 class Generation(generation_pb2_grpc.GenerationServiceServicer):
@@ -142,7 +139,7 @@ class Generation(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _read(self, row: Row, size: int) -> AsyncIterator[tuple[list[int], RowUsage | None]]:
         while row.left:
-            token_ids = list(itertools.islice(row.token_ids, size))
+            token_ids = row.next(size)
             yield token_ids, None if row.left else row.usage()
 
     async def _paced(
