@@ -25,7 +25,7 @@ from worker.kernels.logprobs import MAX_TOP
 from worker.kernels.processors import NUM_ASKED, Asked, marks_width, write_marks
 from worker.kernels.row_state import Field, RowState
 from worker.messages import SamplingParams
-from worker.sampling.processors import inverse, is_asked
+from worker.sampling.processors import inverse, is_asked, is_penalized
 from worker.sampling.sampler import is_greedy
 
 
@@ -94,6 +94,7 @@ class DeviceRows:
         self._tables = np.full((num_slots, table_width), -1, dtype=np.int32)
         self._sampling = np.zeros((num_slots, NUM_SAMPLING), dtype=np.int32)
         self._asked = np.zeros((num_slots, NUM_ASKED), dtype=np.int32)
+        self._changes_until = [0] * num_slots  # tokens; from then on logits stay as they are
         self._vocab_size = vocab_size
 
     def load(self, row: PlannedRow) -> None:
@@ -105,8 +106,11 @@ class DeviceRows:
             self._upload(slot, 0, sequence.token_ids)
             self._sampling[slot] = _sampling(sequence.params)
             self._asked[slot] = asked_of(sequence)
+            self._changes_until[slot] = _changes_until(sequence)
             if self._asked[slot, Asked.CHANGES]:
                 self._upload_marks(slot, sequence)
+        elif len(sequence.token_ids) >= self._changes_until[slot]:
+            self._asked[slot, Asked.CHANGES] = 0
         table = sequence.block_table
         if self._sources[slot] is not table or self._num_blocks[slot] > len(table):
             self._sources[slot], self._num_blocks[slot] = table, 0
@@ -214,6 +218,14 @@ def asked_of(sequence: Sequence) -> np.ndarray:
     values[Asked.NUM_TOP] = params.num_logprobs
     values[Asked.NUM_PROMPT_TOP] = params.num_prompt_logprobs
     return values
+
+
+def _changes_until(sequence: Sequence) -> int:
+    """Tokens from which on a request changes no logits any more."""
+    params = sequence.params
+    if params.logit_bias or is_penalized(params):
+        return sequence.max_num_tokens
+    return sequence.min_num_tokens
 
 
 def _sampling(params: SamplingParams) -> np.ndarray:
