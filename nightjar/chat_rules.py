@@ -27,7 +27,7 @@ def check_counts(chat: pb.ChatPrompt) -> None:
     if not 1 <= len(chat.messages) <= MAX_MESSAGES:
         raise InvalidRequest("chat.messages", f"must hold 1 to {MAX_MESSAGES} messages")
     if len(chat.tools) > MAX_TOOLS:
-        raise InvalidRequest("chat.tools", f"at most {MAX_TOOLS} tools, got {len(chat.tools)}")
+        raise InvalidRequest("chat.tools", f"at most {MAX_TOOLS} tools")
     size = sum(len(tool.parameters_json) for tool in chat.tools)
     for i, message in enumerate(chat.messages):
         if len(message.tool_calls) > MAX_TOOL_CALLS:

@@ -6,6 +6,7 @@ Ranges stand in the schemas for readers alone: the one that refuses a value is
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
@@ -83,7 +84,8 @@ def bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
     found: dict[int, float] = {}
-    for name, number in value.items():
+    # One too many is enough for the validator to refuse them.
+    for name, number in itertools.islice(value.items(), validation.MAX_LOGIT_BIAS + 1):
         if not (name.isdecimal() and name.isascii() and len(name) < 10):
             raise ValueError("its names must be token ids")
         if not isinstance(number, int | float) or isinstance(number, bool):
@@ -109,6 +111,11 @@ def without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {name: member for name, member in value.items() if member is not None}
     return value
+
+
+def one_too_many(most: int) -> Any:
+    """A list cut to one element more than there may be: enough for the validator to refuse it."""
+    return BeforeValidator(lambda value: value[: most + 1] if isinstance(value, list) else value)
 
 
 def within(low: float, high: float | None = None, *, above: bool = False) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway.http.fields import (
     MAX_CHOICES,
@@ -21,15 +21,27 @@ from gateway.http.fields import (
     TokenIds,
     ToolChoice,
     Whole,
+    one_too_many,
     within,
 )
-from nightjar.validation import MAX_GAMMA, MAX_MESSAGES, MAX_TOOLS
+from nightjar.chat_rules import MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
+from nightjar.validation import MAX_GAMMA
 
 _SEED_END = 2**64
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, value: object) -> object:
+        """Of unknown fields the first is refused; the others need not be read."""
+        known = cls.model_fields
+        if not isinstance(value, dict) or len(value) <= len(known):
+            return value
+        unknown = next(name for name in value if name not in known)
+        return {name: value[name] for name in (*known, unknown) if name in value}
 
 
 class NightjarOptions(_Strict):
@@ -88,7 +100,9 @@ class Message(_Strict):
         Content | None, Field(description="Needed unless the message makes calls.")
     ] = None
     tool_calls: Annotated[
-        list[ToolCall], Field(description="Of an assistant's message: the calls it made.")
+        list[ToolCall],
+        one_too_many(MAX_TOOL_CALLS),
+        Field(description="Of an assistant's message: the calls it made."),
     ] = []
     tool_call_id: Annotated[
         str, Field(description="Of a tool's message: the call that it answers.")
@@ -153,6 +167,7 @@ class ChatBody(Body):
 
     messages: Annotated[
         list[Annotated[Message, DropNulls]],
+        one_too_many(MAX_MESSAGES),
         Field(json_schema_extra={"minItems": 1, "maxItems": MAX_MESSAGES}),
     ]
     max_completion_tokens: Annotated[
@@ -164,6 +179,7 @@ class ChatBody(Body):
     ] = None
     tools: Annotated[
         list[Tool],
+        one_too_many(MAX_TOOLS),
         Field(
             json_schema_extra={"maxItems": MAX_TOOLS},
             description="Put before the model by its chat template; calls come back as text.",

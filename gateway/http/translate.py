@@ -13,6 +13,7 @@ from gateway.http.errors import HttpError
 from gateway.http.fields import MAX_CHOICES
 from gateway.http.nothing import NEUTRAL, NEUTRAL_OF_MESSAGE, Route, drop_neutral
 from gateway.http.schema import Body, ChatBody, CompletionBody, Message
+from nightjar.chat_rules import MAX_MESSAGES
 from nightjar.v1 import generation_pb2 as pb
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -66,7 +67,7 @@ def parse(route: Route, body: dict[str, Any], request_id: str) -> Parsed:
             drop_neutral(message, NEUTRAL_OF_MESSAGE, f"messages[{i}].")
             if isinstance(message, dict)
             else message
-            for i, message in enumerate(fields["messages"])
+            for i, message in enumerate(fields["messages"][: MAX_MESSAGES + 1])
         ]
     known = model.model_fields
     fields = {

@@ -56,3 +56,20 @@ def test_any_body_is_a_request_or_a_refusal(
         assert status in (400, 404)
         assert content["error"]["param"]
         assert content["error"]["message"]
+
+
+def test_no_more_is_read_than_it_takes_to_refuse() -> None:
+    """Of too many biases, messages, tools, calls and unknown names one too many is kept."""
+    call = {"id": "", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calling = {"role": "assistant", "tool_calls": [call] * 999}
+    messages = [calling, *[{"role": "user", "content": ""}] * 9999]
+    function = {"type": "function", "function": {"name": "f"}}
+    biases = {str(i): 0 for i in range(999)}
+    body = {"messages": messages, "tools": [function] * 999, "logit_bias": biases}
+    (request,) = parse("chat", body, "").requests
+    assert len(request.chat.messages) == 1025
+    assert len(request.chat.messages[0].tool_calls) == 129
+    assert len(request.chat.tools) == 129
+    assert len(request.sampling.logit_bias) == 301
+    with pytest.raises(HttpError, match="first: unknown field"):
+        parse("completion", {"first": 1, **{str(i): 1 for i in range(999)}, "prompt": "a"}, "")
