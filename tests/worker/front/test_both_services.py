@@ -125,6 +125,21 @@ async def test_both_refuse_with_one_sentence(front: FrontMaker) -> None:
         assert not one.told("Submit")
 
 
+async def test_an_engine_that_dies_ends_both(front: FrontMaker) -> None:
+    """In the middle of an answer, each client is told INTERNAL, and by the same words."""
+    async with front("--tick-ms=20", "--die-at=10") as one:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(one.channel)
+        call = stub.Generate(theirs("abc", stream=True, max_tokens=400))
+        first = await call.read()
+        error = await refusal(one, ours("abc", max_tokens=400))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert len(first.chunk.token_ids) > 0
+    assert error.code() is caught.value.code() is grpc.StatusCode.INTERNAL
+    assert error.details() == caught.value.details()
+
+
 def choices(pieces: list[pb.GenerateResponse]) -> dict[int, tuple[Any, ...]]:
     """Ids, log-probabilities and reason of each choice."""
     names = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
