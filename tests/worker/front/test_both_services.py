@@ -133,11 +133,15 @@ async def test_an_engine_that_dies_ends_both(front: FrontMaker) -> None:
         first = await call.read()
         error = await refusal(one, ours("abc", max_tokens=400))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            while await call.read() is not grpc.aio.EOF:
-                pass
+            await _rest(call)
     assert len(first.chunk.token_ids) > 0
     assert error.code() is caught.value.code() is grpc.StatusCode.INTERNAL
     assert error.details() == caught.value.details()
+
+
+async def _rest(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 def choices(pieces: list[pb.GenerateResponse]) -> dict[int, tuple[Any, ...]]:
