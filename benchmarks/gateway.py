@@ -8,7 +8,9 @@ Gateway, worker and client are processes of their own. latency: one stream at a 
 called directly, through the gateway's gRPC, through its HTTP, and through a relay that copies
 bytes from gRPC to gRPC, and so shows what the library alone takes, in turns. throughput: many
 streams; the gateway's processor time, which other load disturbs little, over what was streamed.
-memory: clients that take 8 KB a second of answers that the worker has long finished.
+memory: clients that take 128 bytes a second of answers that the worker has long finished, once
+8 KB a second have turned all buffers over; of every token that it passed on the gateway keeps the
+four bytes of its id, with which another worker could go on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from gateway_clients import Heard, HttpClient, SlowReader, ask_grpc, http_request
+from gateway_clients import (
+    FIRST_BYTES,
+    SLOW_BYTES,
+    Heard,
+    HttpClient,
+    SlowReader,
+    ask_grpc,
+    http_request,
+)
 from gateway_system import Services, cpu_s, rss_mib, system
 
 from nightjar.rpc import dial
@@ -83,7 +93,7 @@ def main() -> None:
         streams=options.streams,
         seconds=options.seconds,
         readers=options.readers,
-        slow_tokens=163_840,
+        slow_tokens=131_072,
         hold_s=options.hold_s,
     )
     print(json.dumps(asyncio.run(measured(options.only, TINY if options.tiny else size)), indent=1))
@@ -217,18 +227,20 @@ async def memory(services: Services, size: Size) -> dict[str, Any]:
     idle = {name: rss_mib(process) for name, process in watched.items()}
     readers: list[SlowReader] = []
     times: list[float] = []
+    tokens: list[int] = []
     begin = time.perf_counter()
     period_s = min(1.0, size.hold_s / 4)
-    settle_s = min(30.0, size.hold_s)
+    settle_s = min(45.0, size.hold_s)
     try:
         for _ in range(size.readers):
             readers.append(SlowReader(services.http_address, request))
             await asyncio.sleep(0)
         while (now := time.perf_counter() - begin) < settle_s + size.hold_s:
             for reader in readers:
-                reader.read()
+                reader.read(SLOW_BYTES if now >= settle_s else FIRST_BYTES)
             if now >= settle_s:
                 times.append(now)
+                tokens.append(sum(reader.num_tokens for reader in readers))
                 for name, process in watched.items():
                     rss[name].append(rss_mib(process))
                 if len(times) % 10 == 1:
@@ -245,6 +257,7 @@ async def memory(services: Services, size: Size) -> dict[str, Any]:
         "readers_cut_off": cut_off,
         "readers_that_finished": finished,  # must be none: who has all is slow no more
         "bytes_taken_per_reader": round(taken / size.readers),
+        "token_ids_kept_mib": round(4 * (tokens[-1] - tokens[0]) / 2**20, 2),  # while watched
         **{f"{name}_rss_mib": _grown(idle[name], times, rss[name]) for name in watched},
     }
 

@@ -16,7 +16,7 @@ from nightjar.v1 import generation_pb2 as pb
 from nightjar.v1 import generation_pb2_grpc
 
 PROMPT = [7 * i % 1000 for i in range(32)]
-SLOW_BYTES = 8192  # of one read of a slow reader
+SLOW_BYTES, FIRST_BYTES = 128, 8192  # of one read of a slow reader, at last and at first
 _STAMP = re.compile(rb'"text":"(\d+)\|')
 _END = b"\r\n0\r\n\r\n"
 _TAIL_BYTES = 4096
@@ -108,7 +108,8 @@ class HttpClient(asyncio.Protocol):
         await self._done
         for arrived, data in self._pieces:
             heard.messages += [(arrived, int(made)) for made in _STAMP.findall(data)]
-            heard.num_messages += data.count(b'"text":"') - data.count(b'"text":""')
+        content = b"".join(data for _, data in self._pieces)
+        heard.num_messages = content.count(b'"text":"') - content.count(b'"text":""')
         if b"[DONE]" not in self._tail:
             raise ConnectionError(f"no whole answer: {self._tail[-500:]!r}")
         usage = self._tail.rpartition(b'"usage":')[2].partition(b"}\n\n")[0]
@@ -141,27 +142,28 @@ async def ask_grpc(channel: grpc.aio.Channel, manner: str, num_tokens: int) -> H
 
 
 class SlowReader:
-    """An HTTP client that takes eight kilobytes when it is told to, and nothing else."""
+    """An HTTP client that takes some bytes when it is told to, and nothing else."""
 
     def __init__(self, address: str, request: bytes) -> None:
         host, _, port = address.rpartition(":")
         self._socket = socket.socket()
         # What the kernel would take in the reader's place is no longer the gateway's burden.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * SLOW_BYTES)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * FIRST_BYTES)
         self._socket.connect((host, int(port)))
         self._socket.sendall(request)
         self._socket.setblocking(False)
-        self.num_bytes = 0
+        self.num_bytes = self.num_tokens = 0
         self.cut_off = False
         self.finished = False
 
-    def read(self) -> None:
-        """Take one chunk, if there is one."""
+    def read(self, num_bytes: int) -> None:
+        """Take so many bytes, if there are any."""
         try:
-            data = self._socket.recv(SLOW_BYTES)
+            data = self._socket.recv(num_bytes)
         except BlockingIOError:
             return
         self.num_bytes += len(data)
+        self.num_tokens += data.count(b" w")
         self.cut_off |= not data or b'"error"' in data
         self.finished |= b"[DONE]" in data
 
