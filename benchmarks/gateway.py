@@ -47,7 +47,7 @@ FLOORS = {
     "added_ttft_p50_us": 2000,
     "added_per_message_p50_us": 300,
     "tokens_per_core_s": 8000,
-    "memory_growth_mib": 2.0,
+    "memory_growth_beyond_token_ids_mib": 2.0,
 }
 STREAM_INTERVAL_MS = 20  # of a worker under load
 PACE = 125  # tokens a second of a stream: 64 of them make the floor's 8,000
@@ -252,12 +252,15 @@ async def memory(services: Services, size: Size) -> dict[str, Any]:
     finally:
         for reader in readers:
             reader.close()
+    kept = [4 * (one - tokens[0]) / 2**20 for one in tokens]
+    beyond = [one - ids for one, ids in zip(rss["gateway"], kept, strict=True)]
     return {
         "readers": size.readers,
         "readers_cut_off": cut_off,
         "readers_that_finished": finished,  # must be none: who has all is slow no more
         "bytes_taken_per_reader": round(taken / size.readers),
-        "token_ids_kept_mib": round(4 * (tokens[-1] - tokens[0]) / 2**20, 2),  # while watched
+        "token_ids_kept_mib": round(kept[-1], 2),  # while watched
+        "growth_beyond_token_ids_mib": _grown(idle["gateway"], times, beyond)["growth"],
         **{f"{name}_rss_mib": _grown(idle[name], times, rss[name]) for name in watched},
     }
 
