@@ -157,4 +157,6 @@ def _failure(error: grpc.aio.AioRpcError) -> WorkerFailed:
     # or from a server that was torn down; their text names internal addresses.
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return lost("the worker was lost")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        message = "the time that the client gave was over before the answer was complete"
     return WorkerFailed(code, status_pb2.Status(code=code.value[0], message=message), lost=False)

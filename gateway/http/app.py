@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.dispatch import Dispatcher
+from gateway.http.body import Bodies
 from gateway.http.endpoint import AnswerEndpoint
 from gateway.http.errors import HttpError, render, unknown_model
 from gateway.http.openapi import document
@@ -61,8 +62,9 @@ def make_app(dispatcher: Dispatcher, registry: Registry, max_body_bytes: int) ->
     async def openapi(_: Request) -> Response:
         return JSONResponse(published)
 
-    chat = AnswerEndpoint("chat", dispatcher, max_body_bytes)
-    completion = AnswerEndpoint("completion", dispatcher, max_body_bytes)
+    bodies = Bodies(max_body_bytes)
+    chat = AnswerEndpoint("chat", dispatcher, bodies)
+    completion = AnswerEndpoint("completion", dispatcher, bodies)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", chat, methods=["POST"]),

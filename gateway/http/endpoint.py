@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.dispatch import Dispatcher
 from gateway.http.answer import Answer
-from gateway.http.body import read_object
+from gateway.http.body import Bodies
 from gateway.http.errors import HttpError, render
 from gateway.http.events import Events, error_event
 from gateway.http.gate import request_id_of
@@ -40,17 +40,17 @@ _MAX_LOGGED_CHARACTERS = 128
 class AnswerEndpoint:
     """ASGI endpoint of a route that answers prompts."""
 
-    def __init__(self, route: Route, dispatcher: Dispatcher, max_body_bytes: int) -> None:
+    def __init__(self, route: Route, dispatcher: Dispatcher, bodies: Bodies) -> None:
         self._route: Route = route
         self._dispatcher = dispatcher
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; its worker calls end with it, whoever ends it."""
         request = Request(scope, receive)
         try:
             timeout_s = _timeout_s(request.headers)
-            body = await read_object(request, self._max_body_bytes)
+            body = await self._bodies.read_object(request)
             parsed = parse(self._route, body, request_id_of(scope))
         except ClientDisconnect:
             return
@@ -149,7 +149,7 @@ def _timeout_s(headers: Headers) -> float | None:
     if given is None:
         return None
     try:
-        seconds = float(given)
+        seconds = 0.0 if "_" in given else float(given)  # Python alone takes 1_0 for a number
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_TIMEOUT_S:

@@ -50,10 +50,16 @@ class HttpError(Exception):
     """An error that only HTTP has, with its status."""
 
     def __init__(
-        self, http_status: int, message: str, param: str | None = None, code: str | None = None
+        self,
+        http_status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Headers | None = None,
     ) -> None:
         super().__init__(message)
         self.http_status, self.param, self.code = http_status, param, code
+        self.headers: Headers = headers or {}
 
 
 def unknown_model(name: str) -> HttpError:
@@ -79,7 +85,8 @@ def render(
         renamed: Parameters that this request called by another name.
     """
     if isinstance(error, HttpError):
-        return error.http_status, _body(str(error), _INVALID, error.param, error.code), {}
+        body = _body(str(error), _INVALID, error.param, error.code)
+        return error.http_status, body, error.headers
     status = _status(error)
     http_status, kind, code = _HTTP.get(status.code, (500, _SERVER, ""))
     param, retry_s = None, None

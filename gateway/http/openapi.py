@@ -41,7 +41,7 @@ _ERRORS = {
     400: "A field can never be served so; `param` names it.",
     401: "There are API keys, and none of them was given.",
     404: "No ready worker has that model, or none can do that.",
-    408: "The client's deadline passed before the answer was complete.",
+    408: "The client's deadline passed before the answer was complete, or its body came too late.",
     413: "The body is too long.",
     415: "The body is not JSON, or encoded.",
     429: "Too much waits already.",
