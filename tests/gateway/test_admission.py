@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from typing import Any
 
 import grpc
@@ -247,15 +248,16 @@ async def test_deadline_covers_all_attempts(make_worker: Any, make_gateway: Any)
     first = await make_worker(manner=manner, pause_after=2)
     second = await make_worker(manner=manner, pause_after=2, status={"num_waiting": 9})
     served = await make_gateway(first, second, routing="least_loaded")
-    call = served.grpc.Generate(request(), timeout=1.5)
+    begun = time.monotonic()
+    call = served.grpc.Generate(request(), timeout=100)
     await until(lambda: first.num_active == 1, "it is being answered")
     await asyncio.wait_for(aiter(call).__anext__(), 5)
+    killed = time.monotonic()
     await first.kill()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [part async for part in call]
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert second.remaining[0] is not None
-    assert second.remaining[0] < first.remaining[0]
+    await until(lambda: second.num_active == 1, "it goes on")
+    assert first.remaining[0] <= 100
+    assert second.remaining[0] <= 100 - (killed - begun) + 0.1
+    call.cancel()
     await until(lambda: second.num_active == 0, "the worker stopped")
 
 

@@ -362,7 +362,7 @@ async def test_stalled_worker_is_left_and_fenced(
 ) -> None:
     """A worker that stands still is replaced; awake again, it reaches no client and no count."""
     first, second, served = await two_workers(
-        make_worker, make_gateway, stall_timeout_ms=100, probe_timeout_ms=50
+        make_worker, make_gateway, stall_timeout_ms=100, probe_timeout_ms=500
     )
     first.pause_after = 11
     if how == "front":
