@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from nightjar.config import at_least, option
+from nightjar.rpc import is_address
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,8 @@ class GatewayConfig:
     workers: tuple[str, ...] = option(
         (),
         "addresses of the workers, separated by commas",
-        check=lambda given: 0 < len(given) == len(set(given)),
-        limit="one address or more, each once",
+        check=lambda given: 0 < len(given) == len(set(given)) and all(map(is_address, given)),
+        limit="one address or more, each once: HOST:PORT or unix:PATH",
     )
     routing: Literal["least_loaded", "prefix_affinity", "speculation_aware"] = option(
         "prefix_affinity",

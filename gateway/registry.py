@@ -107,7 +107,8 @@ class Worker:
         except WorkerFailed as failure:
             self.num_failures += 1
             if self.num_failures >= config.probe_failures:
-                self.not_ready = "does not answer" if failure.lost else str(failure)
+                silent = failure.lost or failure.code is grpc.StatusCode.DEADLINE_EXCEEDED
+                self.not_ready = "does not answer" if silent else str(failure)
                 self.silent = True
             return
         self._num_dispatched -= settled

@@ -171,12 +171,20 @@ def _guard_stream(behaviour: Any) -> Any:
     return guarded
 
 
+def is_address(given: str) -> bool:
+    """Whether it is HOST:PORT or unix:PATH.
+
+    gRPC itself wraps ports, makes up missing ones, and takes a URL for the name of a host.
+    """
+    if given.startswith("unix:"):
+        return True
+    host, _, port = given.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and int(port) <= 65_535
+    return bool(host) and is_port and not host.startswith(("http://", "https://"))
+
+
 def _check_address(listen: str) -> None:
-    """Refuse what gRPC takes for another address: it wraps ports, and makes up missing ones."""
-    if listen.startswith("unix:"):
-        return
-    host, separator, port = listen.rpartition(":")
-    if not (separator and host and port.isascii() and port.isdigit() and int(port) <= 65_535):
+    if not is_address(listen):
         raise ConfigError(
             f"--listen={listen!r}: must be HOST:PORT with a port from 0 to 65535, or unix:PATH"
         )

@@ -293,6 +293,8 @@ async def test_a_worker_that_does_not_answer_probes_leaves(
     known = served.gateway.registry.workers[worker.address]
     await until(lambda: bool(known.not_ready), "the worker left")
     assert known.num_failures == 3
+    health = (await served.http.get("/health")).json()
+    assert health["reasons"] == ["does not answer"]
     worker.probe_delay_s = 0
     await until(lambda: served.gateway.registry.ready, "ready again")
 

@@ -57,6 +57,8 @@ def test_taken_port_is_a_clear_error(taken: str, flag: str) -> None:
     [
         (FREE[:2], "--workers: needs the address of one worker or more"),
         ((*FREE, "--workers=a:1,a:1"), "--workers='a:1,a:1': must be one address or more"),
+        ((*FREE, "--workers=a"), "--workers='a': must be one address or more"),
+        ((*FREE, "--workers=http://a:1"), "each once: HOST:PORT or unix:PATH"),
         ((*FREE, "--http-listen=nonsense"), "--http-listen='nonsense': must be host:port"),
         ((*FREE, "--http-listen=127.0.0.1:99999"), "must be host:port"),
         ((*FREE, "--probe-interval-ms=0"), "--probe-interval-ms='0': must be at least 10"),
