@@ -87,10 +87,17 @@ def _store(run: Path, durable: bool) -> tuple[str, ...]:
     return (str(get_binary_path()), "--unixsocket", f"{run}/store.sock", *flags)
 
 
+_DESCRIPTION = (
+    "Start a store, a planner, workers with their memory agents, and a gateway; start again "
+    "whatever ends; stop all of it at Ctrl-C. Flags after -- go to every worker, and every "
+    "service takes its other flags from variables."
+)
+
+
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal, or until the prompt is answered; flags after `--` go to the workers."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
-    config = parse(UpConfig, argv[:cut], prog="nightjar up", description=str(__doc__))
+    config = parse(UpConfig, argv[:cut], prog="nightjar up", description=_DESCRIPTION)
     _refuse_tls(argv[cut + 1 :])
     http, grpc = (0, 0) if config.prompt else (8000, 8001)
     given = {
