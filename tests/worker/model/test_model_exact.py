@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from model_driver import Driver, count_differences, random_sequences
 from tiny import TinyModels, tiny_folder
 
+from memory_agent.checksum import image_digest
 from nightjar.errors import EngineFailure, ModelRefused
 from worker.config import WorkerConfig
 from worker.model import build
@@ -138,7 +138,7 @@ def test_dropped_draft_refuses_to_run_until_its_bytes_are_back(models: Models) -
     with pytest.raises(EngineFailure, match="given away"):
         driver.run([(0, 0, 5)])
     image = Path(pool.image_path).read_bytes()
-    assert hashlib.sha256(image).digest() == pool.image_sha256
+    assert image_digest(memoryview(image)) == pool.image_sha256
     start = pool.image_offset
     with Path(pool.arena_path).open("r+b") as arena:  # as another process would
         arena.seek(start)
