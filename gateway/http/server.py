@@ -118,7 +118,29 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Answers what is not HTTP, or whose header is too long, in the shape of all errors."""
+    """Answers what is not HTTP, or whose header is too long, in the shape of all errors.
+
+    A header has to be whole in the time that an idle connection is kept: uvicorn itself waits for
+    a first one, or for the rest of one, as long as the client likes.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first header."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came; a part of a header, or more of a body answered already, wins no time."""
+        ends, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        super().data_received(data)
+        if ends is None:
+            return
+        if self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE:
+            self.timeout_keep_alive_task = ends
+        else:
+            ends.cancel()
 
     def send_400_response(self, msg: str) -> None:
         """Send the error that the application never sees, and close."""

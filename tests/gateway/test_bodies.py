@@ -1,4 +1,4 @@
-"""Bodies that arrive slowly, or never whole: bounded in memory and time, others are served."""
+"""Headers and bodies that arrive slowly, or never whole: bounded, and others are served."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from conditions import until
 from fake_worker import FakeWorker
 
-from gateway.http import app
+from gateway.http import app, server
 from gateway.http.body import Bodies
 
 COMPLETION = "/v1/completions"
@@ -90,3 +90,37 @@ async def test_a_body_has_to_arrive_in_time(
         assert b"body: must arrive within 0.2 s" in answer
         writer.close()
     assert worker.requests == []
+
+
+async def test_a_header_has_to_arrive_in_time(
+    worker: FakeWorker, make_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header, or a body after its answer, that comes bit by bit or never ends its connection."""
+    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 1)
+    served = await make_gateway(worker)
+    host, port = served.gateway.http_address.split(":")
+    live = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+    body = b'{"prompt": "hello", "max_tokens": 8}'
+    whole = HEAD.replace(str(MAX_BYTES).encode(), str(len(body)).encode()) + body
+
+    async def end_of(first: bytes, drips: bool) -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(first)
+        answer = asyncio.create_task(reader.read())
+        while drips and not answer.done():
+            writer.write(b"x")
+            await asyncio.wait([answer], timeout=0.1)
+        await asyncio.wait_for(answer, 10)
+        writer.close()
+        return answer.result()
+
+    worker.pause_after = 2
+    slow_answers = asyncio.create_task(end_of(live + whole + whole, drips=False))
+    await until(lambda: worker.num_active == 1, "an answer that takes its time has begun")
+    refused = HEAD.replace(b"application/json", b"text/plain")  # before its body is here
+    endless = [(b"", False), (b"GET /he", False), (b"GET /", True), (live, True), (refused, True)]
+    answers = await asyncio.gather(*(end_of(first, drips) for first, drips in endless))
+    assert [answer[9:12] for answer in answers] == [b"", b"", b"", b"200", b"415"]
+    assert not slow_answers.done()
+    worker.resume.set()
+    assert (await slow_answers).count(b"HTTP/1.1 200 ") == 3
