@@ -79,8 +79,12 @@ def request_id_of(scope: Scope) -> str:
 
 
 def _name(scope: Scope) -> bytes:
-    """Name a request; returns the name for its answer: of a long one, which is refused, another."""
+    """Name a request; returns the name for its answer.
+
+    That is another one where the client's is too long, and refused, or holds what no header should.
+    """
     given: bytes = next((value for name, value in scope["headers"] if name == _HEADER), b"")
     own = f"req_{uuid.uuid4().hex}"
     scope["nightjar.request_id"] = given.decode("latin-1") or own
-    return given if 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS else own.encode()
+    fits = 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
+    return given if fits and given.isascii() and given.decode().isprintable() else own.encode()

@@ -353,6 +353,9 @@ async def test_request_ids_and_headers(served: Any, worker: FakeWorker) -> None:
     assert response.status_code == 400
     assert "65536 bytes" in response.json()["error"]["message"]
     assert worker.requests == []
+    response = await post(served, COMPLETION, HELLO, **{"x-request-id": b"a\x01\xff"})
+    assert response.status_code == 200
+    assert response.headers["x-request-id"].startswith("req_")
     message = request(request_id="a\0b/\nc")
     assert [part async for part in served.grpc.Generate(message)]
 
