@@ -221,10 +221,12 @@ def test_huge_requests_are_refused_before_they_are_read(name: str) -> None:
     huge = HUGE[name]()
     with pytest.raises(InvalidRequest):
         validate(huge, LIMITS)  # protobuf makes its containers once
-    begin = time.process_time()
-    with pytest.raises(InvalidRequest) as caught:
-        validate(huge, LIMITS)
-    took = time.process_time() - begin
+    took = []
+    for _ in range(3):  # what it costs is the least: processors in use by others take longer
+        begin = time.process_time()
+        with pytest.raises(InvalidRequest) as caught:
+            validate(huge, LIMITS)
+        took.append(time.process_time() - begin)
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest):
@@ -232,7 +234,7 @@ def test_huge_requests_are_refused_before_they_are_read(name: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16_000_000
     finally:
         tracemalloc.stop()
-    assert took < 0.1  # of the slowest: half as long as this by itself
+    assert min(took) < 0.1  # of the slowest: half as long as this by itself
     assert len(str(caught.value)) < 400
 
 
