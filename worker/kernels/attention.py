@@ -120,10 +120,7 @@ def attend(
     assert query.dtype == layer_kv.dtype == geometry.dtype
     query = query if query.stride(3) == 1 else query.contiguous()
     num_tokens = query.shape[2]
-    # Padding's rows are nobody's and may hold anything on a GPU; interpreted, numpy warns of what
-    # later products make of it.
-    new = query.new_zeros if query.device.type == "cpu" else query.new_empty
-    out = new(1, num_tokens, geometry.num_heads, geometry.head_dim)
+    out = query.new_empty(1, num_tokens, geometry.num_heads, geometry.head_dim)
     for tiles in inputs.lists:
         _attend(query, layer_kv, inputs, tiles, rule, out, geometry=geometry, num_sms=num_sms)
     return out

@@ -41,7 +41,9 @@ CONFIG = WorkerConfig(
 )
 INTERPRETED_SLOWLY = pytest.mark.slow if not HAS_GPU else pytest.mark.gpu
 # Tokens of nobody multiply whatever their memory holds.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow) encountered:RuntimeWarning"
+)
 
 
 def silent(stage: str, detail: str) -> None:

@@ -37,7 +37,9 @@ CONFIG = WorkerConfig(
 )
 TOLERANCE = 1e-4  # of the largest logit
 # Tokens of nobody multiply whatever their memory holds.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow) encountered:RuntimeWarning"
+)
 
 
 def silent(stage: str, detail: str) -> None:

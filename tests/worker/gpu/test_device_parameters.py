@@ -39,7 +39,7 @@ Asked = dict[int, tuple[list[int], SamplingParams]]
 pytestmark = [
     pytest.mark.slow if not HAS_GPU else pytest.mark.gpu,  # interpreted slowly
     # Tokens of nobody multiply whatever their memory holds.
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
 ]
 
 

@@ -378,7 +378,7 @@ def test_reports_are_the_likeliest_tokens_and_the_tokens_own(
     assert (found[-1] == POISON).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 def test_rows_that_hold_no_numbers_end_in_an_error() -> None:
     """NaN beside numbers, +inf, or nothing but -inf: for prompts' tokens, as for new ones."""
     vocab_size = 5003

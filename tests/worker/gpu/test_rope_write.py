@@ -44,7 +44,9 @@ CONFIG = WorkerConfig(
 TOLERANCE = 1e-4  # of the largest logit
 STEPS: list[list[Part]] = [[(0, 0, 13)], [(0, 13, 1), (1, 0, 11)], [(0, 14, 3), (1, 11, 1)]]
 # Tokens of nobody multiply whatever their memory holds.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow) encountered:RuntimeWarning"
+)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -48,7 +48,14 @@ def models(request: pytest.FixtureRequest, tiny: TinyModels, tmp_path: Path) -> 
     yield from made(config, tiny.target, tiny.target)
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+# Where bfloat16 is native, and so the default, float32 takes its time in the long sweeps.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("float32", marks=pytest.mark.slow if has_native_bfloat16() else ()),
+        DTYPES[1],
+    ],
+)
 def real(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Models]:
     """The default model, as large as the driver needs."""
     yield from made(
