@@ -67,8 +67,17 @@ def test_every_gamma_gives_plain_decodings_answer(
             assert usage.num_draft_tokens > 0 or gamma == 0
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [
+        ("target", 1),
+        ("noisy", 0),
+        ("noisy", 1),
+        ("random", 0),
+        pytest.param("target", 0, marks=pytest.mark.slow),
+        pytest.param("random", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_mixed_batches(
     build: Callable[..., Models], folders: Callable[[str], Path], name: str, depth: int
 ) -> None:
