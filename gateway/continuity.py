@@ -6,7 +6,9 @@ text bytes are all that the rest depends on, so nothing else is kept of what wen
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nightjar.seeds import choice_seed
@@ -153,7 +155,6 @@ class Answer:
         """
         total = pb.Usage(num_prompt_tokens=self._start.num_prompt_tokens)
         total.num_completion_tokens = sum(len(choice.token_ids) for choice in self._choices)
-        histogram: list[int] = []
         for usage in self._usages:
             total.num_cached_tokens = max(total.num_cached_tokens, usage.num_cached_tokens)
             total.num_draft_tokens += usage.num_draft_tokens
@@ -162,12 +163,9 @@ class Answer:
             total.num_preemptions += usage.num_preemptions
             total.policy_version = usage.policy_version or total.policy_version
             total.speculation_limit = usage.speculation_limit or total.speculation_limit
-            histogram += [0] * (len(usage.gamma_histogram) - len(histogram))
-            for gamma, count in enumerate(usage.gamma_histogram):
-                histogram[gamma] += count
         # A resumption may find the answer's own tokens in the cache, too.
         total.num_cached_tokens = min(total.num_cached_tokens, total.num_prompt_tokens)
-        total.gamma_histogram.extend(histogram)
+        total.gamma_histogram.extend(summed_histogram(self._usages))
         return total
 
     def _check(self, call: Call, start: pb.GenerationStart) -> None:
@@ -201,6 +199,12 @@ class Answer:
             choice.finished = True
         if response.HasField("usage"):
             self.complete = True
+
+
+def summed_histogram(usages: Iterable[pb.Usage]) -> list[int]:
+    """Steps by gamma of all of them; entry g counts those with g draft tokens."""
+    histograms = (usage.gamma_histogram for usage in usages)
+    return [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]
 
 
 def _has_content(response: pb.GenerateResponse) -> bool:

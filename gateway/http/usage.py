@@ -6,17 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from gateway.attempts import Notes
+from gateway.continuity import summed_histogram
 from gateway.http.shapes import Speculation, Usage
 from nightjar.v1 import generation_pb2 as pb
 
 
 def total(usages: Sequence[pb.Usage]) -> pb.Usage:
     """What several prompts cost together."""
-    length = max(len(usage.gamma_histogram) for usage in usages)
-    histogram = [
-        sum(usage.gamma_histogram[gamma] for usage in usages if gamma < len(usage.gamma_histogram))
-        for gamma in range(length)
-    ]
     return pb.Usage(
         num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
         num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
@@ -24,7 +20,7 @@ def total(usages: Sequence[pb.Usage]) -> pb.Usage:
         num_draft_tokens=sum(usage.num_draft_tokens for usage in usages),
         num_accepted_tokens=sum(usage.num_accepted_tokens for usage in usages),
         num_steps=sum(usage.num_steps for usage in usages),
-        gamma_histogram=histogram,
+        gamma_histogram=summed_histogram(usages),
         policy_version=_joined(usage.policy_version for usage in usages),
         num_preemptions=sum(usage.num_preemptions for usage in usages),
         speculation_limit=_joined(usage.speculation_limit for usage in usages),

@@ -16,6 +16,7 @@ import pytest
 from conditions import until
 from cut_worker import CutWorker
 from processes import Command
+from worker_process import drafting_flags
 
 from nightjar import rpc
 from nightjar.v1 import generation_pb2 as pb
@@ -74,18 +75,10 @@ def workers(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
             folder = tmp_path_factory.mktemp(f"worker{i}")
             (folder / "shm").mkdir()
             flags = [
+                *drafting_flags(tiny, folder / "shm"),
                 "--listen=127.0.0.1:0",
-                f"--model={tiny.target}",
-                f"--draft={tiny.noisy}",
-                "--served-model-name=tiny",
-                "--gamma=3",
-                "--dtype=float32",
-                "--build=eager",
-                "--num-threads=1",
                 "--num-blocks=128",
-                "--max-model-len=256",
                 "--stream-interval-ms=0",
-                f"--shm-dir={folder / 'shm'}",
             ]
             environ = {"TMPDIR": str(folder)}
             command = Command("-m", "worker.main", *flags, environ=environ)

@@ -42,6 +42,21 @@ class Worker:
         return self.generation.Generate(request, timeout=120)
 
 
+def drafting_flags(tiny: Any, shm: Path) -> list[str]:
+    """Of a worker whose tiny model drafts three tokens a step, on one thread."""
+    return [
+        f"--model={tiny.target}",
+        f"--draft={tiny.noisy}",
+        "--served-model-name=tiny",
+        "--gamma=3",
+        "--dtype=float32",
+        "--build=eager",
+        "--num-threads=1",
+        "--max-model-len=256",
+        f"--shm-dir={shm}",
+    ]
+
+
 @contextmanager
 def worker_of(tiny: Any, folder: Path, *flags: str) -> Iterator[Worker]:
     """A worker with gamma 3 and a pool of 64 blocks; nobody answers at its agent's address."""
@@ -50,17 +65,9 @@ def worker_of(tiny: Any, folder: Path, *flags: str) -> Iterator[Worker]:
     command = Command(
         "-m",
         "worker.main",
+        *drafting_flags(tiny, shm),
         f"--listen=unix:{folder}/worker.sock",
-        f"--model={tiny.target}",
-        f"--draft={tiny.noisy}",
-        "--served-model-name=tiny",
-        "--gamma=3",
-        "--dtype=float32",
-        "--build=eager",
-        "--num-threads=1",
         "--num-blocks=64",
-        "--max-model-len=256",
-        f"--shm-dir={shm}",
         f"--memory-agent=unix:{folder}/nobody.sock",
         *flags,
         environ={"TMPDIR": str(folder)},
