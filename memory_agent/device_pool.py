@@ -173,7 +173,11 @@ class DevicePool:
         try:
             stack.enter_context(cuda_memory.pinned(device, image.data_ptr(), len(image)))
         except cuda_memory.CudaError as error:
-            log.get().warning("the image is not pinned; reloads are slower", reason=str(error))
+            log.get().warning(
+                "the image is not pinned, so reloads are slower; pages of a folder in memory, as "
+                "--shm-dir is by default, can be pinned",
+                reason=str(error),
+            )
         torch.cuda.set_device(device)
         arena = cuda_memory.open_handle(device, files.cuda_ipc_handle, layout.num_bytes)
         stack.callback(arena.close)

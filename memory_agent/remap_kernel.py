@@ -8,8 +8,8 @@ import triton.language as tl
 
 LANE_BYTES = 16  # of one access: blocks are whole numbers of it
 _WORDS = LANE_BYTES // 8  # of an access, which the kernel counts in int64
-CHUNK_WORDS = 4096  # 32 KiB that one program moves: with 8 warps, 8 accesses a thread in flight
-NUM_WARPS = 8
+CHUNK_WORDS = 8192  # 64 KiB that one program moves: with 16 warps, 8 accesses a thread in flight
+NUM_WARPS = 16
 
 
 @triton.jit

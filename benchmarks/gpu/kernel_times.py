@@ -42,6 +42,10 @@ class Setting:
 SETTINGS = {
     "default": Setting(),
     "resident-2": Setting(filling=Filling(resident=((16, 2), (32, 2)))),
+    "resident-4": Setting(filling=Filling(resident=((16, 4), (32, 2)), least_buffers=1)),
+    "resident-4-eight": Setting(
+        filling=Filling(resident=((16, 4), (32, 2)), least_buffers=1, few_warps=0)
+    ),
     "eight-warps": Setting(filling=Filling(resident=((16, 2), (32, 2)), few_warps=0)),
     "few-32": Setting(filling=Filling(few_warps=32)),
     "few-64": Setting(filling=Filling(resident=((16, 3), (32, 2), (64, 2)), few_warps=64)),
@@ -55,6 +59,7 @@ SETTINGS = {
     "stages-3": Setting(filling=Filling(most_stages=3)),
     "aim-half": Setting(filling=Filling(aim=0.5)),
     "aim-double": Setting(filling=Filling(aim=2.0)),
+    "aim-4": Setting(filling=Filling(aim=4.0)),
     "part-256": Setting(part=256),
     "part-64": Setting(part=64),
     "tile-128": Setting(tile=128, filling=Filling(few_warps=0)),
@@ -93,7 +98,7 @@ class Case:
 
 
 CASES = {
-    "decode": [Case(rows=rows) for rows in (1, 8, 16, 32, 48, 64, 128, 256)]
+    "decode": [Case(rows=rows) for rows in (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256)]
     + [Case(rows=1, context=2500), Case(rows=8, context=2500), Case(rows=64, count=2)],
     "verify": [Case(rows=rows, count=4, height=4) for rows in (1, 8, 32, 64)]
     + [Case(rows=rows, count=6, height=8) for rows in (1, 8, 32)]

@@ -22,7 +22,7 @@ from memory_agent import cuda_memory
 from memory_agent.arena import SharedFile
 from memory_agent.remap_kernel import CHUNK_WORDS, NUM_WARPS, move_blocks, reference_move_blocks
 
-CUTS = ((CHUNK_WORDS, NUM_WARPS), (2048, 4), (2048, 8), (4096, 4), (8192, 8), (8192, 16))
+CUTS = ((CHUNK_WORDS, NUM_WARPS), (2048, 4), (4096, 8), (8192, 8), (16384, 16), (16384, 32))
 Answer = dict[str, Any]
 
 

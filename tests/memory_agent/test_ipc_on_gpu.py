@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,9 +75,16 @@ def blocks_of(arena: Arena) -> torch.Tensor:
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[tuple[Arena, PoolInfo]]:
+def folder() -> Iterator[Path]:
+    """A folder in memory, as --shm-dir is by default: pages of a disk's file cannot be pinned."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def arena(folder: Path) -> Iterator[tuple[Arena, PoolInfo]]:
     """A pool of this process."""
-    made = shared_pool(str(tmp_path))
+    made = shared_pool(str(folder))
     yield made
     made[0].close()
 
@@ -98,13 +106,13 @@ def address_of(command: Command) -> str:
     return found.group(1)
 
 
-async def test_copy_and_reload_over_ipc(arena: tuple[Arena, PoolInfo], tmp_path: Path) -> None:
+async def test_copy_and_reload_over_ipc(arena: tuple[Arena, PoolInfo], folder: Path) -> None:
     """What the agent's process writes, this one reads: moves, then a verified image."""
     memory, pool = arena
     before = blocks_of(memory).clone()
     image = slice(LAYOUT.image_offset, LAYOUT.image_offset + LAYOUT.image_bytes)
     kept = memory.memory[image].clone()
-    with agent(tmp_path) as command:
+    with agent(folder) as command:
         async with MemoryWorker(address_of(command)).attach(handshake(pool)) as stream:
             assert is_written_elsewhere(pool.arena_path)
             sources, destinations = list(TAIL), list(range(len(TAIL)))[::-1]
@@ -131,12 +139,12 @@ async def test_copy_and_reload_over_ipc(arena: tuple[Arena, PoolInfo], tmp_path:
 
 @pytest.mark.parametrize("phase", ["agent.mid_copy", "agent.mid_load"])
 async def test_a_killed_agent_leaves_the_pool_to_the_next(
-    arena: tuple[Arena, PoolInfo], tmp_path: Path, phase: str
+    arena: tuple[Arena, PoolInfo], folder: Path, phase: str
 ) -> None:
     """Its death breaks nothing here, frees the lock, and another agent finishes the work."""
     memory, pool = arena
     before = blocks_of(memory).clone()
-    with agent(tmp_path, phase) as command:
+    with agent(folder, phase) as command:
         async with MemoryWorker(address_of(command)).attach(handshake(pool)) as stream:
             with pytest.raises(Exception, match=r"ended|UNAVAILABLE|closed|reset"):
                 await (stream.load() if "load" in phase else stream.copy([TAIL[0]], [0]))
@@ -144,22 +152,22 @@ async def test_a_killed_agent_leaves_the_pool_to_the_next(
     assert not is_written_elsewhere(pool.arena_path)
     torch.cuda.synchronize()
     assert torch.equal(blocks_of(memory)[1 : TAIL[0]], before[1 : TAIL[0]])
-    with agent(tmp_path) as command:
+    with agent(folder) as command:
         async with MemoryWorker(address_of(command)).attach(handshake(pool)) as stream:
             assert (await stream.copy([TAIL[-1]], [0])).ok
             assert (await stream.load()).ok
 
 
-async def test_a_dead_workers_memory_comes_back(tmp_path: Path) -> None:
+async def test_a_dead_workers_memory_comes_back(folder: Path) -> None:
     """The agent lets go of a killed worker's arena at once, and serves the next worker."""
     here = Path(__file__).parent
-    script = tmp_path / "holder.py"
+    script = folder / "holder.py"
     path = [str(here), str(here.parent / "support"), str(here.parents[1])]
     script.write_text(_HOLDER.format(path=path))
-    with agent(tmp_path) as command:
+    with agent(folder) as command:
         worker = MemoryWorker(address_of(command))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(script), str(tmp_path), stdout=asyncio.subprocess.PIPE,
+            sys.executable, str(script), str(folder), stdout=asyncio.subprocess.PIPE,
             stdin=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None
@@ -177,7 +185,7 @@ async def test_a_dead_workers_memory_comes_back(tmp_path: Path) -> None:
             lambda: torch.cuda.mem_get_info()[0] > free_with_both + LAYOUT.num_bytes // 2,
             "the device's memory is free again",
         )
-        arena, pool = shared_pool(str(tmp_path))
+        arena, pool = shared_pool(str(folder))
         async with worker.attach(handshake(pool, "reloading")) as stream:
             assert (await stream.load()).ok
             await stream.done(1, "RESIDENT")
@@ -186,11 +194,11 @@ async def test_a_dead_workers_memory_comes_back(tmp_path: Path) -> None:
 
 
 async def test_handles_that_open_nothing_are_refused(
-    arena: tuple[Arena, PoolInfo], tmp_path: Path
+    arena: tuple[Arena, PoolInfo], folder: Path
 ) -> None:
     """Another GPU's UUID and bytes that are no handle give sentences, and map nothing."""
     pool = arena[1]
-    with agent(tmp_path) as command:
+    with agent(folder) as command:
         worker = MemoryWorker(address_of(command))
         for field, value, words in [
             ("cuda_device_uuid", b"u" * 16, "has the UUID"),

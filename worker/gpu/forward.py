@@ -14,6 +14,7 @@ from nightjar.errors import EngineFailure
 from worker.gpu.buckets import Buckets
 from worker.gpu.gemm_table import free_table
 from worker.gpu.paged import PagedAttention
+from worker.gpu.row_wise import RowWise
 from worker.kernels.attention_inputs import LONG_HEIGHT, SHORT_HEIGHTS
 from worker.kernels.inputs import ForwardInputs, InputBuffers
 from worker.model.batch import Batch
@@ -34,6 +35,21 @@ class DeviceForward(ModelForward):
     ) -> None:
         super().__init__(model, runtime, vocab_size=vocab_size, max_model_len=max_model_len)
         assert runtime.kernels
+        self._row_wise = RowWise()
+
+    @property
+    def doubtful(self) -> set[str]:
+        """Like `ModelForward.doubtful`: torch's kernels cut their work by the batch too."""
+        return self._row_wise.doubtful
+
+    def eager_step(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """Like `ModelForward.eager_step`; under exact arithmetic, row by row between operators."""
+        if torch.compiler.is_compiling() or not self.runtime.exact:
+            return super().eager_step(input_ids, position_ids, keep)
+        with self._row_wise:
+            return super().eager_step(input_ids, position_ids, keep)
 
     def allocate(
         self, placement: Placement, buckets: Buckets, *, max_rows: int, table_width: int

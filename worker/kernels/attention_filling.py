@@ -24,6 +24,7 @@ class Filling(NamedTuple):
     few_warps: int = 16  # most rows that take 4 warps rather than 8
     sparse: float = 0.25  # tiles and KV heads for each multiprocessor, below which all take 8
     most_stages: int = 4
+    least_buffers: int = 2  # tiles of K and V that a program has room for, where several share one
     aim: float = 1.0  # programs that splitting makes, of those that the device holds
 
 
@@ -109,7 +110,7 @@ def shape_of(
     resident = 1 if itemsize == 4 else dict(FILLING.resident).get(rows, 1)
     if sparse:
         resident = min(resident, 2)
-    while resident > 1 and buffers(resident) < 2:
+    while resident > 1 and buffers(resident) < FILLING.least_buffers:
         resident -= 1
     warps = 8 if sparse or rows > FILLING.few_warps or dim_pad >= 256 else 4
     # Products of 64 rows or more read shared memory while the next tile arrives, in one more.

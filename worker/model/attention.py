@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from nightjar.errors import ModelRefused
-from worker.model.operators import define
+from worker.model.operators import define, is_watched
 from worker.model.plan import CONTEXT_TILE, Group, Plan
 from worker.model.pool import KVCache
 from worker.model.runtime import get_runtime
@@ -157,7 +157,7 @@ def _registered(
     runtime, layer = module.nightjar_runtime, module.layer_idx
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     window, cap = sliding_window or 0, softcap or 0.0
-    if torch.compiler.is_compiling():
+    if is_watched():
         op = torch.ops.nightjar.attention.default
         return op(query, key, value, runtime, layer, scale, window, cap), None
     return _attention(query, key, value, runtime, layer, scale, window, cap), None  # type: ignore[arg-type]

@@ -34,6 +34,11 @@ class ModelForward:
         self.compiled = False
         self.last_layers: set[int] = set()  # that attended in the last planned forward
 
+    @property
+    def doubtful(self) -> set[str]:
+        """Operators that eager steps have called whose bits might depend on the batch."""
+        return set()
+
     def set_free(self) -> None:
         """Give up exact arithmetic: bits may depend on the batch from now on."""
         self.runtime.exact = False

@@ -13,7 +13,7 @@ from torch import nn
 from nightjar.errors import ModelRefused
 from worker.model.attention import refuse_unserved
 from worker.model.linear import Merged, MergedPart
-from worker.model.operators import define
+from worker.model.operators import define, is_watched
 from worker.model.runtime import Runtime, get_runtime
 
 _MODELS = "transformers.models"
@@ -57,8 +57,8 @@ class FusedAttention(nn.Module):
             raise ModelRefused("its rotary embedding leaves out a part of the head")
         linear = self.qkv.linear
         product = linear.product(hidden_states)
-        compiling = torch.compiler.is_compiling()
-        attend = torch.ops.nightjar.rope_attention.default if compiling else _rope_attention
+        operator = torch.ops.nightjar.rope_attention.default
+        attend = operator if is_watched() else _rope_attention
         output = attend(
             product,
             linear.bias,

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nightjar.errors import EngineFailure
-from worker.model.operators import define
+from worker.model.operators import define, is_watched
 from worker.model.runtime import Runtime, Weight, get_runtime
 
 MAX_ROWS = 256  # rows of a packed product; also the tokens of one forward
@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Like `forward`, without the bias where `adds_bias`."""
         product: torch.Tensor
-        if torch.compiler.is_compiling():
+        if is_watched():
             op = torch.ops.nightjar.linear.default
             product = op(x, self.nightjar_runtime, self.index, self.out_features)
         else:

@@ -53,6 +53,9 @@ def _prove(
     alone: dict[int, torch.Tensor] = {}
     for number, row in enumerate(rows.rows):
         alone[number] = torch.cat([rows.run([(row, at, 1)]) for at in range(checked)])
+    if forward.doubtful:
+        names = ", ".join(sorted(forward.doubtful))
+        return f"it calls {names}, whose order of additions may depend on the batch"
 
     def differs(parts: list[tuple[int, int, int]]) -> str | None:
         """Run parts given by row number; a sentence if any row's bits differ."""

@@ -46,14 +46,18 @@ def small_folder() -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["small", "smollm2"])
+@pytest.fixture(scope="module", params=["small eager", "smollm2 eager", "smollm2 compiled"])
 def models(request: pytest.FixtureRequest) -> Iterator[Models]:
     """The default draft as its own target, and SmolLM2 drafted for by it."""
     folder = small_folder()
-    target = folder if request.param == "small" else request.getfixturevalue("smollm2")
-    made = build_models(CONFIG, target, folder, silent, place("cuda"))
+    name, build = request.param.split()
+    target = folder if name == "small" else request.getfixturevalue("smollm2")
+    config = dataclasses.replace(CONFIG, build="eager" if build == "eager" else "auto")
+    made = build_models(config, target, folder, silent, place("cuda"))
+    assert made.build == build
     yield made
     made.close()
+    torch.cuda.empty_cache()
 
 
 def asked(seed: int, count: int) -> Asked:
