@@ -42,10 +42,7 @@ class Setting:
 SETTINGS = {
     "default": Setting(),
     "resident-2": Setting(filling=Filling(resident=((16, 2), (32, 2)))),
-    "resident-4": Setting(filling=Filling(resident=((16, 4), (32, 2)), least_buffers=1)),
-    "resident-4-eight": Setting(
-        filling=Filling(resident=((16, 4), (32, 2)), least_buffers=1, few_warps=0)
-    ),
+    "never-full": Setting(filling=Filling(full=(3, 3))),
     "eight-warps": Setting(filling=Filling(resident=((16, 2), (32, 2)), few_warps=0)),
     "few-32": Setting(filling=Filling(few_warps=32)),
     "few-64": Setting(filling=Filling(resident=((16, 3), (32, 2), (64, 2)), few_warps=64)),

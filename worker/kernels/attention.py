@@ -15,7 +15,7 @@ import torch
 import triton
 
 from nightjar.errors import ModelRefused
-from worker.kernels.attention_filling import is_sparse, programs_per_tile, shape_of
+from worker.kernels.attention_filling import load_of, programs_per_tile, shape_of
 from worker.kernels.attention_inputs import (
     LONG_HEIGHT,
     PART,
@@ -156,8 +156,14 @@ def _attend(
     )
     shape = cut()
     columns = kv_heads * -(-group // shape.heads)
-    if is_sparse(capacity=tiles.capacity, columns=columns, num_sms=num_sms):
-        shape = cut(sparse=True)
+    load = load_of(
+        capacity=tiles.capacity,
+        columns=columns,
+        num_sms=num_sms,
+        height=tiles.height,
+        shape=shape,
+    )
+    shape = cut(load=load)
     programs = programs_per_tile(
         capacity=tiles.capacity,
         num_kv_heads=kv_heads,

@@ -8,7 +8,7 @@ from attention_case import LAYER, NAN, check, make_case, make_geometry, random_r
 
 from nightjar.errors import ModelRefused
 from worker.kernels.attention import LayerRule
-from worker.kernels.attention_filling import Shape, is_sparse, programs_per_tile, shape_of
+from worker.kernels.attention_filling import Load, Shape, load_of, programs_per_tile, shape_of
 from worker.kernels.kv_write import write_kv
 from worker.model.pool import KVCache
 
@@ -142,21 +142,23 @@ def test_cut_rule() -> None:
     """A program has 16 to 128 rows, the fewer the wider its keys, and room for them."""
 
     def cut(
-        height: int, group: int, head_dim: int, itemsize: int = 2, *, sparse: bool = False
+        height: int, group: int, head_dim: int, itemsize: int = 2, *, load: Load = "usual"
     ) -> Shape:
         return shape_of(
             height=height,
             group=group,
             head_dim=head_dim,
             itemsize=itemsize,
-            sparse=sparse,
+            load=load,
         )
 
     assert cut(16, 7, 128) == (8, 128, 1, 8, 4)
     assert cut(8, 7, 128) == (8, 64, 1, 8, 4)
     assert cut(4, 7, 128) == (8, 32, 2, 8, 4)
     assert cut(2, 7, 128) == (8, 16, 3, 4, 3)
-    assert cut(2, 7, 128, sparse=True) == (8, 16, 2, 8, 3)
+    assert cut(2, 7, 128, load="sparse") == (8, 16, 2, 8, 3)
+    assert cut(2, 7, 128, load="full") == (8, 16, 4, 4, 2)
+    assert cut(2, 7, 64, load="full") == (8, 16, 4, 4, 4)
     assert cut(2, 1, 64) == (1, 16, 3, 4, 4)
     assert cut(16, 24, 64) == (8, 128, 1, 8, 4)
     assert cut(16, 4, 256) == (4, 64, 1, 8, 2)
@@ -164,8 +166,22 @@ def test_cut_rule() -> None:
     assert cut(2, 7, 128).options == {"num_warps": 4, "num_stages": 3, "maxnreg": 168}
     assert cut(4, 7, 128).options == {"num_warps": 8, "num_stages": 4, "maxnreg": 128}
     assert "maxnreg" not in cut(16, 7, 128).options
-    assert is_sparse(capacity=8, columns=4, num_sms=132)
-    assert not is_sparse(capacity=9, columns=4, num_sms=132)
+
+
+def test_load_rule() -> None:
+    """Few programs are wide; those that a fourth on each multiprocessor spares a turn are four."""
+
+    def load(capacity: int, height: int = 2, itemsize: int = 2) -> Load:
+        shape = shape_of(height=height, group=7, head_dim=128, itemsize=itemsize)
+        return load_of(capacity=capacity, columns=4, num_sms=132, height=height, shape=shape)
+
+    loads = {capacity: load(capacity) for capacity in (2, 8, 9, 64, 99, 100, 128, 132, 133, 256)}
+    assert loads == {
+        **dict.fromkeys((2, 8), "sparse"),
+        **dict.fromkeys((9, 64, 99, 133, 256), "usual"),
+        **dict.fromkeys((100, 128, 132), "full"),
+    }
+    assert load(128, height=4) == load(128, height=16) == load(128, itemsize=4) == "usual"
 
 
 def test_refusals() -> None:

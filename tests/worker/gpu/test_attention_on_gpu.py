@@ -109,7 +109,10 @@ def test_bits(geometry: KVGeometry, window: int) -> None:
         alone = bits(make_case(geometry, [decode], capacity=2, max_length=MAX_LENGTH), 0, num_sms)
         assert alone.isfinite().all()
         batch = make_case(geometry, [decode, *others], capacity=300, max_length=MAX_LENGTH)
+        # Four programs of each multiprocessor are as many as there are: they all run at once.
+        full = make_case(geometry, [decode, *others], capacity=112, max_length=MAX_LENGTH)
         got = {f"batch, {sms}": bits(batch, 0, sms) for sms in (num_sms, 1000, SPLIT)}
+        got["full"] = bits(full, 0, 28 * geometry.num_kv_heads)
         for height in (4, 8, 16):
             # The token is followed by one or two that it must not see.
             end = length + height // 4
