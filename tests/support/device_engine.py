@@ -83,6 +83,20 @@ class DeviceEngine:
             )
         )
 
+    def preempt(self, num_rows: int, max_turns: int = 500) -> None:
+        """Turn until `num_rows` run at once, then with no block left until one is preempted."""
+        scheduler = self.engine.scheduler
+        turns = iter(range(max_turns))
+        while scheduler.num_running < num_rows:
+            next(turns)
+            self.engine.turn()
+        taken = scheduler.blocks.reserve(scheduler.blocks.num_free)
+        assert taken is not None
+        while scheduler.num_preemptions == 0:
+            next(turns)
+            self.engine.turn()
+        scheduler.blocks.release_reserved(taken)
+
     def run(self, max_turns: int = 2000, *, check: bool = True) -> dict[int, Answer]:
         """Turn until nothing is left; answers by request, of all that was said so far."""
         for _ in range(max_turns):
