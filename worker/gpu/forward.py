@@ -67,6 +67,7 @@ class DeviceForward(ModelForward):
         geometry = runtime.cache.geometry
         self._buckets = buckets
         self.max_batch_tokens = buckets.mixed[-1]
+        self.decode_sizes, self.prompt_sizes = buckets.decode, buckets.mixed
         self.block_size = geometry.block_size
         runtime.paged = PagedAttention(geometry, num_sms=placement.num_processors)
         self.buffers = InputBuffers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ class ModelForward:
     """Runs a prepared transformers model; satisfies `worker.model.batch.Forward`."""
 
     max_batch_tokens = MAX_ROWS  # of one forward; longer batches run as several
+    # Tokens that forwards are padded to, of steps without and with prompts; none are on a CPU.
+    decode_sizes: Sequence[int] = ()
+    prompt_sizes: Sequence[int] = ()
 
     def __init__(
         self, model: nn.Module, runtime: Runtime, *, vocab_size: int, max_model_len: int

@@ -1,8 +1,9 @@
 """Proof at start that a row's logits do not depend on batch, chunking or verification width.
 
 Token-by-token decoding is compared, bit for bit, with what the worker will run: chunks of 1
-to 9 tokens, batches up to its limit, prefill chunks up to one forward's tokens. Where it fails,
-the first operation whose rows differ for equal inputs is named.
+to 9 tokens, batches up to its limit, prefill chunks up to one forward's tokens, and every size
+that forwards are padded to. Where it fails, the first operation whose rows differ for equal inputs
+is named.
 """
 
 from __future__ import annotations
@@ -92,12 +93,60 @@ def _prove(
             return problem
     if problem := _prefill_differs(forward, rows, rng):
         return problem
+    for size in forward.decode_sizes:
+        if problem := differs(_filling(size, most, checked, len(rows.rows), rng)):
+            return problem
+    for size in forward.prompt_sizes:
+        if problem := _mixed_differs(forward, rows, alone, size, most):
+            return problem
     for _ in range(_RANDOM_ROUNDS):
         if time.monotonic() > deadline:
             break
         if problem := differs(parts_of(rng.randint(1, most))):
             return problem
     return None
+
+
+def _filling(
+    size: int, most: int, checked: int, num_rows: int, rng: random.Random
+) -> list[tuple[int, int, int]]:
+    """Parts of `size` tokens together, of at most `most` rows; fewer tokens if they hold fewer."""
+    parts: list[tuple[int, int, int]] = []
+    for left in range(most, 0, -1):
+        if size == 0:
+            break
+        least = -(-size // left)  # so that the rows left suffice
+        count = min(max(least, rng.randint(1, MAX_WIDTH)), MAX_WIDTH, checked, size)
+        parts.append((len(parts) % num_rows, rng.randint(0, checked - count), count))
+        size -= count
+    return parts
+
+
+def _mixed_differs(
+    forward: ModelForward, rows: ProbeRows, alone: dict[int, torch.Tensor], size: int, most: int
+) -> str | None:
+    """Compare ends of prompts, and a row that decodes, in a step of `size` tokens."""
+    width = min(3, len(alone[0]), max(1, size // 8)) if most > 1 else 0
+    batch: list[Part] = []
+    left = size - width
+    while left and len(batch) < max(1, most - 1):
+        count = min(len(rows.prompt), left)
+        batch.append((rows.prompt_row, 0, count))
+        left -= count
+    expected = [rows.run([(row, count - 1, 1)]) for row, _, count in batch]
+    ends = list(itertools.accumulate(count for _, _, count in batch))
+    keep = [end - 1 for end in ends] + [ends[-1] + index for index in range(width)]
+    if width:
+        batch.append((rows.rows[0], 0, width))
+        expected.append(alone[0][:width])
+    differing = (rows.run(batch, keep=keep) != torch.cat(expected)).any(1).nonzero()
+    if not len(differing):
+        return None
+    first = int(differing[0])
+    index = min(first, len(ends))
+    token = first - len(ends) if index == len(ends) else batch[index][2] - 1
+    place = _first_difference(forward, rows, batch, index, token)
+    return f"{place} gives other bits in a step of {size} tokens with prompts"
 
 
 def _prefill_differs(forward: ModelForward, rows: ProbeRows, rng: random.Random) -> str | None:

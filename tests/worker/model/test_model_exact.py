@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from memory_agent.checksum import image_digest
 from nightjar.errors import EngineFailure, ModelRefused
 from worker.config import WorkerConfig
 from worker.model import build
+from worker.model.batch import Batch
 from worker.model.build import Models, build_models
 from worker.model.device import has_native_bfloat16
-from worker.model.proof import prove_exact
+from worker.model.proof import MAX_WIDTH, prove_exact
 
 DTYPES = [
     "float32",
@@ -97,6 +99,54 @@ def test_free_arithmetic_is_told_from_exact(real: Models) -> None:
     assert different > 0
     assert problem is not None
     assert "gives other bits" in problem
+
+
+def test_every_size_of_a_step_is_proved(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that forwards are padded to are all run, with and without prompts, in their limits."""
+    target = models.target
+    monkeypatch.setattr(target, "max_batch_tokens", 70)
+    monkeypatch.setattr(target, "decode_sizes", (2, 6, 27, 36))
+    monkeypatch.setattr(target, "prompt_sizes", (16, 33, 64, 70))
+    compute = target.compute
+    seen: list[list[int]] = []
+
+    def recorded(batch: Batch) -> torch.Tensor:
+        seen.append([b - a for a, b in itertools.pairwise(batch.query_starts)])
+        return compute(batch)
+
+    monkeypatch.setattr(target, "compute", recorded)
+    for max_num_seqs in (1, 4):
+        seen.clear()
+        assert prove_exact(target, max_num_seqs=max_num_seqs, budget_s=0) is None
+        assert all(len(counts) <= max_num_seqs for counts in seen)
+        plain = {sum(counts) for counts in seen if max(counts) <= MAX_WIDTH}
+        assert {2, 6} <= plain
+        assert max_num_seqs == 1 or {27, 36} <= plain
+        assert {16, 33, 64, 70} <= {sum(counts) for counts in seen if max(counts) > MAX_WIDTH}
+
+
+@pytest.mark.parametrize(("size", "place"), [(27, "in a batch"), (64, "tokens with prompts")])
+def test_a_size_that_adds_otherwise_is_found(
+    models: Models, monkeypatch: pytest.MonkeyPatch, size: int, place: str
+) -> None:
+    """One unit in the last place, at one size of step alone, fails the proof."""
+    target = models.target
+    monkeypatch.setattr(target, "max_batch_tokens", 70)
+    monkeypatch.setattr(target, "decode_sizes", (2, 27))
+    monkeypatch.setattr(target, "prompt_sizes", (16, 64))
+    compute = target.compute
+
+    def wrong(batch: Batch) -> torch.Tensor:
+        logits = compute(batch)
+        if len(batch.input_ids) == size:
+            logits = torch.nextafter(logits, torch.full_like(logits, torch.inf))
+        return logits
+
+    monkeypatch.setattr(target, "compute", wrong)
+    problem = prove_exact(target, max_num_seqs=4, budget_s=0)
+    assert problem is not None
+    assert "gives other bits" in problem
+    assert place in problem
 
 
 def test_window_and_softcap_stay_exact(tmp_path: Path) -> None:
