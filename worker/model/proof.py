@@ -83,28 +83,27 @@ def _prove(
             room -= count
         return parts
 
+    def singles(num_rows: int) -> list[tuple[int, int, int]]:
+        return [(index % len(rows.rows), rng.randrange(checked), 1) for index in range(num_rows)]
+
     most = min(max_num_seqs, forward.max_batch_tokens)
-    for number in range(len(rows.rows)):
-        if problem := differs([(number, 0, min(MAX_WIDTH, checked))]):
-            return problem
-    for size in sorted({min(2, most), min(4, most), most}):
-        singles = [(index % len(rows.rows), rng.randrange(checked), 1) for index in range(size)]
-        if problem := differs(singles) or differs(parts_of(size)):
-            return problem
-    if problem := _prefill_differs(forward, rows, rng):
-        return problem
-    for size in forward.decode_sizes:
-        if problem := differs(_filling(size, most, checked, len(rows.rows), rng)):
-            return problem
-    for size in forward.prompt_sizes:
-        if problem := _mixed_differs(forward, rows, alone, size, most):
-            return problem
-    for _ in range(_RANDOM_ROUNDS):
-        if time.monotonic() > deadline:
-            break
-        if problem := differs(parts_of(rng.randint(1, most))):
-            return problem
-    return None
+    few = sorted({min(2, most), min(4, most), most})
+    comparisons = itertools.chain(
+        (differs([(number, 0, min(MAX_WIDTH, checked))]) for number in range(len(rows.rows))),
+        (differs(parts(size)) for size in few for parts in (singles, parts_of)),
+        (_prefill_differs(forward, rows, rng) for _ in range(1)),
+        (
+            differs(_filling(size, most, checked, len(rows.rows), rng))
+            for size in forward.decode_sizes
+        ),
+        (_mixed_differs(forward, rows, alone, size, most) for size in forward.prompt_sizes),
+        (
+            differs(parts_of(rng.randint(1, most)))
+            for _ in range(_RANDOM_ROUNDS)
+            if time.monotonic() <= deadline
+        ),
+    )
+    return next(filter(None, comparisons), None)
 
 
 def _filling(
