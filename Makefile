@@ -9,7 +9,7 @@ PROMPT ?= What is the capital of France, and why do people visit it?
 unexport PROMPT
 run: export ASKED := $(value PROMPT)
 
-.PHONY: run serve test test-all test-gpu interop lint type proto format clean
+.PHONY: run serve test test-waiting test-computing test-all test-gpu interop lint type proto format clean
 
 run: $(STAMP)        ## answer one question with the whole system, then stop
 	@$(BIN)/nightjar up --prompt="$$ASKED"
@@ -17,8 +17,16 @@ run: $(STAMP)        ## answer one question with the whole system, then stop
 serve: $(STAMP)      ## keep the whole system up; Ctrl-C stops it
 	$(BIN)/nightjar up
 
-test: $(STAMP) lint type  ## everything that must hold, under 15 minutes on 2 cores
-	$(BIN)/pytest -m "not slow and not gpu"
+# Two lanes at once: tests that wait for processes most of the time, and those that compute.
+COMPUTING := tests/worker/engine tests/worker/gpu tests/worker/model tests/worker/sampling
+test: $(STAMP)       ## everything that must hold, under 15 minutes on 2 cores
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-waiting lint type test-computing
+
+test-waiting: $(STAMP)
+	$(BIN)/pytest -m "not slow and not gpu" $(addprefix --ignore=,$(COMPUTING))
+
+test-computing: $(STAMP)
+	$(BIN)/pytest -m "not slow and not gpu" $(COMPUTING)
 
 test-all: $(STAMP) lint type  ## the same, the long sweeps, and interop
 	$(BIN)/pytest -m "not gpu"

@@ -365,13 +365,14 @@ async def test_stalled_worker_is_left_and_fenced(
         make_worker, make_gateway, stall_timeout_ms=100, probe_timeout_ms=500
     )
     first.pause_after = 11
+    asked = request(**SAMPLED)
+    call = asyncio.create_task(collect(served, asked))
+    await until(lambda: first.num_active == 1, "it is being answered")
     if how == "front":
         first.probe_delay_s = 5
     else:
         first.status = {"progress_age_ms": 60_000}
-    asked = request(**SAMPLED)
-    parts = await collect(served, asked)
-    check(parts, asked)
+    check(await call, asked)
     assert second.requests[0].continuation.attempt == 1
     first.probe_delay_s, first.status = 0, {}
     first.resume.set()

@@ -52,6 +52,17 @@ class Graphs:
             torch.cuda.current_stream().wait_stream(self._stream)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                function()
+            # By hand: `torch.cuda.graph` would give cached memory back before each of hundreds of
+            # captures, only for the next function to ask for it again.
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    function()
+                finally:
+                    graph.capture_end()
         return graph.replay
+
+    def trim(self) -> None:
+        """Give memory back that only functions before their capture used."""
+        if self._captures:
+            torch.cuda.empty_cache()

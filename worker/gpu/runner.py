@@ -156,6 +156,7 @@ class DeviceRunner:
                 self._graph(size, size, height, has_prompt=False)
         if self.drafter is not None:
             self.drafter.warm()
+        self.graphs.trim()
         progress("graphs", f"{len(self.graphs)} captured in {self.graphs.capture_s:.1f} s")
 
     def launch(self, plan: Plan) -> DeviceFlight:
