@@ -38,6 +38,9 @@ class Asked:
         self.keys.add(key)
         return lambda: None
 
+    def trim(self) -> None:
+        """Nothing was kept."""
+
 
 def _plan(rng: random.Random, num_seqs: int, max_gamma: int, budget: int) -> Plan:
     """Decode rows with drafts, then prompts, within the limits."""
