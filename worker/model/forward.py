@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,15 @@ from worker.model.plan import make_plan
 from worker.model.runtime import Runtime
 
 MIN_ROWS = 2  # one row takes other kernels, and compiled graphs specialise on it
+# Rows that products on a CPU are padded to. For every number of rows and shape of weight oneDNN
+# makes code of its own, which takes time at first and keeps some .4 MB: so numbers are few.
+PADDED = (
+    *range(2, 16),
+    *range(16, 32, 2),
+    *range(32, 64, 4),
+    *range(64, 128, 8),
+    *range(128, MAX_ROWS + 1, 16),
+)
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -76,12 +86,11 @@ class ModelForward:
         runtime, least = self.runtime, MIN_ROWS if self.runtime.exact or self.pad_always else 1
         assert runtime.cache is not None
         count = len(batch.input_ids)
-        total = max(count, least)
         ids, positions, kept = batch.input_ids, batch.positions, batch.logit_tokens or [0]
-        if total > count:
-            ids, positions = [*ids, ids[-1]], [*positions, positions[-1]]
-        if len(kept) < least:
-            kept = [*kept, kept[-1]]
+        total, num_kept = (padded(number, least) for number in (count, len(kept)))
+        ids = ids + ids[-1:] * (total - count)
+        positions = positions + positions[-1:] * (total - count)
+        kept = kept + kept[-1:] * (num_kept - len(kept))
         if runtime.native is not None:
             runtime.native.prepare(runtime.cache, batch, total)
         else:
@@ -95,6 +104,14 @@ class ModelForward:
                 self.last_layers = runtime.plan.layers
                 runtime.plan = None
         return logits[: len(batch.logit_tokens)].float()
+
+
+def padded(count: int, least: int) -> int:
+    """Rows that a product of `count`, at least 1, runs as."""
+    if count == least == 1:
+        return 1
+    index = bisect_left(PADDED, count)
+    return PADDED[index] if index < len(PADDED) else count
 
 
 class DraftForward(ModelForward):
