@@ -33,6 +33,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": _BASE,
     "bloom": {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "stablelm": _BASE,
+    "qwen3_moe": {
+        **_BASE,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "gpt_oss": {**_BASE, "num_local_experts": 4, "head_dim": 16},
     "mamba": {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2},
     "lfm2": {**_BASE, "layer_types": ["conv", "full_attention", "conv"]},

@@ -14,7 +14,7 @@ from nightjar.errors import EngineFailure
 from worker.gpu.buckets import Buckets
 from worker.gpu.gemm_table import free_table
 from worker.gpu.paged import PagedAttention
-from worker.gpu.row_wise import RowWise
+from worker.gpu.row_wise import RowWise, left_to_libraries
 from worker.kernels.attention_inputs import LONG_HEIGHT, SHORT_HEIGHTS
 from worker.kernels.inputs import ForwardInputs, InputBuffers
 from worker.model.batch import Batch
@@ -40,7 +40,8 @@ class DeviceForward(ModelForward):
     @property
     def doubtful(self) -> set[str]:
         """Like `ModelForward.doubtful`: torch's kernels cut their work by the batch too."""
-        return self._row_wise.doubtful
+        names = self._row_wise.doubtful
+        return left_to_libraries(names) if self.compiled else names
 
     def eager_step(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor
@@ -147,6 +148,8 @@ def lay_out(
     kept = buckets.kept_bucket(num_kept, num_tokens) if has_long else num_tokens
     longest = int(counts[is_short].max(initial=1))
     height = next(height for height in SHORT_HEIGHTS if height >= longest)
+    if height <= buckets.heights[-1]:
+        height = buckets.height_bucket(height, has_prompt=has_long)  # as steps have it
     inputs = buffers.view(num_tokens, kept, short_height=height, has_long=has_long)
 
     _copy(inputs.input_ids, batch.input_ids, padding=0)

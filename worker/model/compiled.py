@@ -93,8 +93,12 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: b
     forward.pad_always = True
     step = torch.compile(_own_code(forward), fullgraph=True)
     floats_stay = torch._dynamo.config.patch(specialize_float=True)  # else all is traced twice
-    with _inductor_cache(folder), floats_stay, quiet():
+    # A GPU's reductions are cut by a rule: timed, two starts might cut, and add, differently.
+    untimed = torch._inductor.config.patch(deterministic=runtime.kernels)
+    with _inductor_cache(folder), floats_stay, untimed, quiet():
         try:
+            if runtime.kernels and runtime.exact:
+                _trace(forward, forward.eager_step)  # names what a graph would leave to libraries
             _trace(forward, _marked(step))
         except Exception as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,6 +23,7 @@ from worker.model.probe_rows import ProbeRows, Row
 
 NUM_CHECKED = 10  # tokens decoded one by one, per row
 MAX_WIDTH = 9  # gamma at most 8, and the bonus token
+_WIDTHS = (1, 3, 5, MAX_WIDTH)  # of rows that decode: kernels cut them by the widest
 _RANDOM_ROUNDS = 12
 _STARTS = (3, 46, 131, 700)  # contexts before the checked tokens: one to many tiles
 _PAGED_START = 1500  # where kernels split the keys, into parts longer than tiles
@@ -50,13 +51,12 @@ def prove_exact(forward: ModelForward, *, max_num_seqs: int, budget_s: float) ->
 def _prove(
     forward: ModelForward, rows: ProbeRows, checked: int, max_num_seqs: int, deadline: float
 ) -> str | None:
+    if forward.doubtful:  # compiled, or called for the prompt
+        return _doubt(forward)
     rng = random.Random(1)
     alone: dict[int, torch.Tensor] = {}
     for number, row in enumerate(rows.rows):
         alone[number] = torch.cat([rows.run([(row, at, 1)]) for at in range(checked)])
-    if forward.doubtful:
-        names = ", ".join(sorted(forward.doubtful))
-        return f"it calls {names}, whose order of additions may depend on the batch"
 
     def differs(parts: list[tuple[int, int, int]]) -> str | None:
         """Run parts given by row number; a sentence if any row's bits differ."""
@@ -93,8 +93,9 @@ def _prove(
         (differs(parts(size)) for size in few for parts in (singles, parts_of)),
         (_prefill_differs(forward, rows, rng) for _ in range(1)),
         (
-            differs(_filling(size, most, checked, len(rows.rows), rng))
+            differs(_filling(size, most, checked, len(rows.rows), widest, rng))
             for size in forward.decode_sizes
+            for widest in _WIDTHS
         ),
         (_mixed_differs(forward, rows, alone, size, most) for size in forward.prompt_sizes),
         (
@@ -103,19 +104,31 @@ def _prove(
             if time.monotonic() <= deadline
         ),
     )
-    return next(filter(None, comparisons), None)
+    problem = next(filter(None, comparisons), None)
+    if problem is None and forward.doubtful:  # called at some sizes alone
+        return _doubt(forward)
+    return problem
 
 
-def _filling(
-    size: int, most: int, checked: int, num_rows: int, rng: random.Random
+def _doubt(forward: ModelForward) -> str:
+    names = ", ".join(sorted(forward.doubtful))
+    return f"it calls {names}, whose order of additions may depend on the batch"
+
+
+def _filling(  # noqa: PLR0917 - of one caller
+    size: int, most: int, checked: int, num_rows: int, widest: int, rng: random.Random
 ) -> list[tuple[int, int, int]]:
-    """Parts of `size` tokens together, of at most `most` rows; fewer tokens if they hold fewer."""
+    """Parts of `size` tokens together, of at most `most` rows; fewer tokens if they hold fewer.
+
+    They are at most `widest` wide where the rows suffice; the first is that wide.
+    """
     parts: list[tuple[int, int, int]] = []
     for left in range(most, 0, -1):
         if size == 0:
             break
         least = -(-size // left)  # so that the rows left suffice
-        count = min(max(least, rng.randint(1, MAX_WIDTH)), MAX_WIDTH, checked, size)
+        width = rng.randint(1, widest) if parts else widest
+        count = min(max(least, width), MAX_WIDTH, checked, size)
         parts.append((len(parts) % num_rows, rng.randint(0, checked - count), count))
         size -= count
     return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +11,20 @@ import torch
 from model_families import family_folder
 from tiny import TinyModels
 
+from nightjar.errors import ModelRefused
 from worker.config import WorkerConfig
+from worker.gpu import row_wise
 from worker.gpu.row_wise import RowWise
 from worker.kernels.row_mean import reference_row_mean, row_mean
+from worker.model import build, compiled
 from worker.model.build import build_models
+from worker.model.device import Placement
 from worker.model.forward import ModelForward
 from worker.model.linear import pack, replace_linears
 from worker.model.loading import attach, load_model, read_config
+from worker.model.proof import MAX_WIDTH, NUM_CHECKED, _filling
 from worker.model.runtime import new_runtime, release_runtime
+from worker.model.self_check import Finding
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -61,8 +68,9 @@ def test_bits_of_a_mean_are_its_rows_own(width: int) -> None:
 def watched(function: Callable[[torch.Tensor], object]) -> tuple[set[str], object]:
     """What a function of a row-major matrix is doubted for, and its result."""
     mode = RowWise()
-    with mode:
-        result = function(values(5, 48))
+    drawn = values(5, 48)
+    with torch.inference_mode(), mode:  # where operators made of others are seen whole
+        result = function(drawn)
     return mode.doubtful, result
 
 
@@ -89,16 +97,56 @@ def test_means_over_rows_are_ours() -> None:
         ("aten.sum.dim_IntList", lambda x: x.sum(-1)),
         ("aten.mean.dim", lambda x: x.mean(0)),
         ("aten.mean.default", lambda x: x.mean()),
-        ("aten.mm.default", lambda x: x @ x.T),
-        ("aten._softmax.default", lambda x: torch.softmax(x, -1)),
+        ("aten.mean.dim", lambda x: x.double().mean(-1)),
+        ("aten.matmul.default", lambda x: x @ x.T),
+        ("aten.linear.default", lambda x: torch.nn.functional.linear(x, x)),
+        ("aten.softmax.int", lambda x: torch.softmax(x, -1)),
         ("aten.cumsum.default", lambda x: x.cumsum(-1)),
-        ("aten.var.correction", lambda x: x.var(-1)),
+        ("aten.var.dim", lambda x: x.var(-1)),
+        ("aten.sum.dim_IntList", lambda x: torch.complex(x, x).sum(-1)),
         ("aten.index_add.default", lambda x: x.index_add(0, torch.tensor([0]), x[:1])),
     ],
 )
 def test_what_adds_up_is_named(name: str, function: Callable[[torch.Tensor], object]) -> None:
     """Sums whose order torch chooses by shape are doubted by name."""
     assert name in watched(function)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("aten.amax.default", lambda x: x.amax()),
+        ("aten.max.default", lambda x: x.max()),
+        ("aten.max.dim", lambda x: x.max(0)),
+        ("aten.argmax.default", lambda x: x.argmax()),
+        ("aten.sort.default", lambda x: x.sort(0)),
+        ("aten.topk.default", lambda x: x.topk(2, 0)),
+    ],
+)
+def test_what_compares_rows_is_named(name: str, function: Callable[[torch.Tensor], object]) -> None:
+    """A scale taken from the whole batch, say, makes a row depend on its neighbours."""
+    assert name in watched(function)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_norms_of_mixed_dtypes_take_our_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made of several operators, a mean among them."""
+    calls: list[torch.Size] = []
+
+    def recorded(x: torch.Tensor, *, keepdim: bool) -> torch.Tensor:
+        calls.append(x.shape)
+        return row_mean(x, keepdim=keepdim)
+
+    monkeypatch.setattr(row_wise, "row_mean", recorded)
+    weight = torch.linspace(0.5, 2, 48, device=DEVICE)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x.bfloat16(), [48], weight)
+
+    doubtful, normed = watched(norm)
+    assert doubtful == set()
+    assert calls == [(5, 48)]
+    torch.testing.assert_close(normed, norm(values(5, 48)), rtol=0.01, atol=0.01)
 
 
 def test_what_adds_nothing_is_not_doubted() -> None:
@@ -109,6 +157,8 @@ def test_what_adds_nothing_is_not_doubted() -> None:
         turned = torch.cat([angles.sin(), angles.cos()], -1)
         ids = torch.arange(5, device=x.device).cumsum(0).clamp(max=4)
         normed = torch.nn.functional.layer_norm(x, [48])
+        normed = normed / normed.abs().amax(-1, keepdim=True) + normed.max(-1)[0][:, None]
+        normed = normed + normed.sort()[0] + normed.topk(3)[1][:, :1].repeat_interleave(48, -1)
         return torch.nn.functional.silu(normed[ids] * turned.repeat(1, 6)).to(torch.bfloat16)
 
     assert watched(steps)[0] == set()
@@ -117,7 +167,12 @@ def test_what_adds_nothing_is_not_doubted() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "phi3"])
 def test_families_are_exact_by_what_they_call(tmp_path: Path, family: str) -> None:
     """Nothing is doubted that these architectures call between our operators."""
-    folder = family_folder(tmp_path, family)
+    assert doubted(tmp_path, family) == set()
+
+
+def doubted(root: Path, family: str) -> set[str]:
+    """What an eager forward of an architecture is doubted for."""
+    folder = family_folder(root, family)
     model = load_model(folder, read_config(folder), torch.float32, device=torch.device("cpu"))
     runtime = new_runtime("watched", exact=True)  # without a cache, attention gives zeros
     attach(model, runtime.name)
@@ -127,7 +182,42 @@ def test_families_are_exact_by_what_they_call(tmp_path: Path, family: str) -> No
     with torch.inference_mode(), mode:
         model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2]]), use_cache=False)
     release_runtime(runtime)
-    assert mode.doubtful == set()
+    return mode.doubtful
+
+
+def test_a_compiled_forward_is_doubted_for_what_libraries_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph leaves a router's product to cuBLAS, whose order is another for other sizes."""
+    folder = family_folder(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    config = WorkerConfig(
+        device="cpu",
+        dtype="float32",
+        arithmetic="exact",
+        num_threads=1,
+        num_blocks=8,
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        max_model_len=32,
+        max_gamma=1,
+        proposer="none",
+        cache_dir=str(tmp_path),
+    )
+
+    def uncompiled(forward: ModelForward) -> Callable[..., torch.Tensor]:
+        return lambda *inputs: ModelForward.eager_step(forward, *inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    monkeypatch.setattr(compiled, "_own_code", uncompiled)
+    finding = Finding(
+        num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, merge=True, fuse=False
+    )
+    monkeypatch.setattr(build, "check_architecture", lambda *_: finding)
+    monkeypatch.setattr(compiled, "_TRACED_BY_KERNELS", (2, 2))
+    monkeypatch.setattr(build, "prove_exact", lambda forward, **_: " ".join(forward.doubtful))
+    with pytest.raises(ModelRefused, match=r"aten\.linear\.default") as refused:
+        build_models(config, folder, None, lambda *_: None, Placement(DEVICE, kernels=True))
+    assert "softmax" not in str(refused.value)
 
 
 def test_a_forward_that_calls_what_is_doubted_is_not_exact(
@@ -140,3 +230,15 @@ def test_a_forward_that_calls_what_is_doubted_is_not_exact(
     assert models.arithmetic == "free"
     assert "aten.sum.dim_IntList, whose order of additions may depend" in models.arithmetic_reason
     models.close()
+
+
+@pytest.mark.parametrize("widest", [1, 3, 5, MAX_WIDTH])
+@pytest.mark.parametrize("most", [1, 4, 256])
+def test_a_size_is_proved_at_every_width(widest: int, most: int) -> None:
+    """Its rows are as wide as asked, or must be to fill it, so that tiles of all heights run."""
+    for size in (2, 6, 27, 36, 512, 2304):
+        parts = _filling(size, most, NUM_CHECKED, 6, widest, random.Random(0))
+        counts = [count for _, _, count in parts]
+        assert sum(counts) == min(size, most * MAX_WIDTH)
+        assert len(counts) <= most
+        assert max(counts) == counts[0] == min(max(widest, -(-size // most)), MAX_WIDTH, size)
