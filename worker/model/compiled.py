@@ -31,6 +31,8 @@ _MARKER = "complete.json"
 # Tokens and kept tokens of the traced call: unequal, so that both are free.
 _TRACED = (7, 3)
 _TRACED_BY_KERNELS = (8, 4)
+# Padding of products is timed, too, which what is untimed forbids; those of weights are ours.
+_UNTIMED = {"deterministic": True, "shape_padding": False}
 
 
 def build_key(folder: Path, *, dtype: str, placement: Placement = CPU) -> str:
@@ -94,7 +96,7 @@ def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: b
     step = torch.compile(_own_code(forward), fullgraph=True)
     floats_stay = torch._dynamo.config.patch(specialize_float=True)  # else all is traced twice
     # A GPU's reductions are cut by a rule: timed, two starts might cut, and add, differently.
-    untimed = torch._inductor.config.patch(deterministic=runtime.kernels)
+    untimed = torch._inductor.config.patch(_UNTIMED if runtime.kernels else {})
     with _inductor_cache(folder), floats_stay, untimed, quiet():
         try:
             if runtime.kernels and runtime.exact:

@@ -204,8 +204,14 @@ def test_a_compiled_forward_is_doubted_for_what_libraries_compute(
         cache_dir=str(tmp_path),
     )
 
+    untimed: list[bool] = []
+
     def uncompiled(forward: ModelForward) -> Callable[..., torch.Tensor]:
-        return lambda *inputs: ModelForward.eager_step(forward, *inputs)
+        def step(*inputs: torch.Tensor) -> torch.Tensor:
+            untimed.append(torch._inductor.config.deterministic)
+            return ModelForward.eager_step(forward, *inputs)
+
+        return step
 
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     monkeypatch.setattr(compiled, "_own_code", uncompiled)
@@ -218,6 +224,7 @@ def test_a_compiled_forward_is_doubted_for_what_libraries_compute(
     with pytest.raises(ModelRefused, match=r"aten\.linear\.default") as refused:
         build_models(config, folder, None, lambda *_: None, Placement(DEVICE, kernels=True))
     assert "softmax" not in str(refused.value)
+    assert untimed == [True]  # what cuts the sums of two starts alike
 
 
 def test_a_forward_that_calls_what_is_doubted_is_not_exact(
