@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from worker.kernels.gemm import num_splits
 from worker.kernels.gemm_tiles import Tile, candidates
 
 Shape = tuple[int, int, str]  # outputs, inputs, dtype
+_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu12")
+_SETTINGS = ("CUBLAS", "DISABLE_ADDMM", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "TORCH_BLAS")
 _SOURCES = (__file__, gemm.__file__, gemm_tiles.__file__, gemm_library.__file__)
 
 
@@ -62,10 +66,21 @@ def file_name(weights: Sequence[torch.Tensor], rows: Sequence[int], key: str) ->
         triton.__version__,
         matmul.allow_bf16_reduced_precision_reduction,
         matmul.allow_fp16_reduced_precision_reduction,
+        _library(),
         [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in _SOURCES],
     ]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     return f"gemm-{digest}.json"
+
+
+def _library() -> list[str]:
+    """The version of cuBLAS, which torch may not have come with, and what is set for it."""
+    versions = []
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    named = (name for name in sorted(os.environ) if name.startswith(_SETTINGS))
+    return [*versions, *(f"{name}={os.environ[name]}" for name in named)]
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -370,8 +371,8 @@ def test_free_arithmetic_is_torchs_own() -> None:
     assert free_table().describe() == ()
 
 
-def test_file_names_tell_shapes_rows_and_keys_apart() -> None:
-    """Choices for other weights, rows or builds lie in other files."""
+def test_file_names_tell_shapes_rows_and_keys_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices for other weights, rows, builds or settings of cuBLAS lie in other files."""
     names = {
         gemm_cache.file_name([WEIGHT], [2], "a"),
         gemm_cache.file_name([WEIGHT], [2, 4], "a"),
@@ -379,4 +380,8 @@ def test_file_names_tell_shapes_rows_and_keys_apart() -> None:
         gemm_cache.file_name([WEIGHT.bfloat16()], [2], "a"),
         gemm_cache.file_name([WEIGHT[:16]], [2], "a"),
     }
-    assert len(names) == 5
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    names.add(gemm_cache.file_name([WEIGHT], [2], "a"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"99 of {name}")
+    names.add(gemm_cache.file_name([WEIGHT], [2], "a"))
+    assert len(names) == 7
