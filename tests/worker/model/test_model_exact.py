@@ -15,11 +15,13 @@ from tiny import TinyModels, tiny_folder
 from memory_agent.checksum import image_digest
 from nightjar.errors import EngineFailure, ModelRefused
 from worker.config import WorkerConfig
-from worker.model import build
+from worker.model import build, linear
 from worker.model.batch import Batch
 from worker.model.build import Models, build_models
 from worker.model.device import has_native_bfloat16
+from worker.model.forward import PADDED, padded
 from worker.model.proof import MAX_WIDTH, prove_exact
+from worker.model.runtime import Weight
 
 DTYPES = [
     "float32",
@@ -158,6 +160,25 @@ def test_window_and_softcap_stay_exact(tmp_path: Path) -> None:
         sequences = random_sequences(models.target.vocab_size, [90, 75, 33])
         driver = Driver(models.target, sequences, NUM_BLOCKS)
         assert count_differences(driver, prefill=12, trials=3)[0] == 0
+
+
+def test_products_are_of_few_sizes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is run, rows of products are those that are padded to, which lie close above."""
+    seen: set[int] = set()
+    product = linear._product
+
+    def recorded(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        seen.add(x.numel() // x.shape[-1])
+        return product(x, weight)
+
+    monkeypatch.setattr(linear, "_product", recorded)
+    sequences = random_sequences(models.target.vocab_size, [300])
+    driver = Driver(models.target, sequences, NUM_BLOCKS)
+    for count in (1, 2, 3, 17, 30, 33, 67, 129, 241, 256, 300):
+        driver.run([(0, 0, count)])
+    assert {2, 3, 18, 30, 36, 72, 144, 256} <= seen <= {*PADDED}
+    assert all(padded(count, 2) <= max(2, count * 9 / 8) for count in range(1, 257))
+    assert padded(1, 1) == 1
 
 
 def test_more_tokens_than_one_forward_takes(models: Models) -> None:
