@@ -16,7 +16,13 @@ from nightjar.errors import ConfigError, ModelRefused
 from worker.config import WorkerConfig, resolved
 from worker.messages import PoolInfo, ProductChoice
 from worker.model import device
-from worker.model.compiled import build_key, compile_forward, is_built, mark_built
+from worker.model.compiled import (
+    build_key,
+    compile_forward,
+    discard_damaged,
+    is_built,
+    mark_built,
+)
 from worker.model.device import Placement
 from worker.model.fingerprint import fingerprint
 from worker.model.forward import DraftForward, ModelForward
@@ -152,6 +158,8 @@ def _build(
     cache_dir = Path(config.cache_dir or Path.home() / ".cache" / "nightjar")
     keys = [build_key(folder, dtype=name, placement=placement) for folder in folders]
     fills = build == "fill" or (placement.kernels and build != "eager")
+    for key in keys if fills else ():
+        discard_damaged(cache_dir, key)
     compiled = fills or _choose_compiled(build, cache_dir, keys)
 
     progress("load", f"{target_folder.name} in {name}")
@@ -196,7 +204,8 @@ def _build(
             compile_forward(forward, cache_dir, key, fill=fills)
         reason = _settle_arithmetic(config, forwards, progress)
         for key, folder in zip(keys, folders, strict=True) if fills else ():
-            mark_built(cache_dir, key, f"{folder.name} {name} {reason}")
+            note = f"{folder.name} {name} {reason}"
+            mark_built(cache_dir, key, note, watched=not placement.kernels)
         kind = "compiled" if compiled else "eager"
         mark = fingerprint(target, dtype=name, build=kind, placement=placement)
         free_memory()

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import transformers
 
 import nightjar
+from nightjar import log
 from nightjar.errors import EngineFailure, ModelRefused
 from worker.model import native
 from worker.model.batch import Batch
@@ -68,16 +70,59 @@ def build_folder(cache_dir: Path, key: str) -> Path:
 
 
 def is_built(cache_dir: Path, key: str) -> bool:
-    """True if `nightjar compile` finished this build."""
-    return (build_folder(cache_dir, key) / _MARKER).is_file()
+    """True if `nightjar compile` finished this build, and it is as it was then.
 
-
-def mark_built(cache_dir: Path, key: str, note: str) -> None:
-    """Say that the build is complete; written last, in one move."""
+    A damaged library would end the process that loads it, without a word.
+    """
     folder = build_folder(cache_dir, key)
+    try:
+        marker = json.loads((folder / _MARKER).read_text())
+        if "files" not in marker:  # of a version that kept none
+            return False
+        damaged = [n for n, kept in marker["files"].items() if _digest(folder / n) != kept]
+    except FileNotFoundError as error:
+        damaged = [str(error.filename)]
+        if not (folder / _MARKER).exists():
+            return False
+    except (ValueError, TypeError, KeyError, AttributeError, OSError):
+        damaged = [_MARKER]
+    if damaged:
+        log.get().warning(
+            "a compiled build is damaged; `nightjar compile` makes it anew",
+            folder=str(folder),
+            files=damaged[:3],
+        )
+    return not damaged
+
+
+def mark_built(cache_dir: Path, key: str, note: str, *, watched: bool) -> None:
+    """Say that the build is complete; written last, in one move.
+
+    Args:
+        cache_dir: Of all builds.
+        key: Of this one.
+        note: For who looks at the file.
+        watched: Whether `is_built` compares all files with what they are now; on a GPU the
+            compiler repairs and adds files by itself.
+    """
+    folder = build_folder(cache_dir, key)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()] if watched else []
+    kept = {str(p.relative_to(folder)): _digest(p) for p in files if not p.match(f"{_MARKER}*")}
     part = folder / f"{_MARKER}.{os.getpid()}"
-    part.write_text(json.dumps({"note": note}))
+    part.write_text(json.dumps({"note": note, "files": kept}))
     part.replace(folder / _MARKER)
+
+
+def discard_damaged(cache_dir: Path, key: str) -> None:
+    """Remove a build that was complete and is not any more, before it is made anew."""
+    folder = build_folder(cache_dir, key)
+    if (folder / _MARKER).exists() and not is_built(cache_dir, key):
+        shutil.rmtree(folder)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def compile_forward(forward: ModelForward, cache_dir: Path, key: str, *, fill: bool) -> None:

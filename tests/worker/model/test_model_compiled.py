@@ -14,6 +14,7 @@ from tiny import TinyModels
 from nightjar.errors import ConfigError
 from worker.config import WorkerConfig
 from worker.model.build import build_models, compile_build
+from worker.model.compiled import discard_damaged, is_built
 
 CONFIG = WorkerConfig(num_blocks=64, dtype="float32", num_threads=1)
 
@@ -60,3 +61,25 @@ def test_compiled_build_is_exact_and_cached(tiny: TinyModels, tmp_path: Path) ->
         assert eager.fingerprint != models.fingerprint
     finally:
         models.close()
+    check_damage(config, tiny)
+
+
+def check_damage(config: WorkerConfig, tiny: TinyModels) -> None:
+    """A build that was used is whole; damaged, it is not loaded, and what is left of it goes."""
+    cache = Path(config.cache_dir)
+    (folder,) = (cache / "builds").iterdir()  # target and draft are of one configuration
+    assert is_built(cache, folder.name)
+    for victim in (*sorted(folder.rglob("*.so"))[:2], folder / "complete.json"):
+        whole = victim.read_bytes()
+        for damage in (whole[: len(whole) // 2], bytes(len(whole)), b""):
+            victim.write_bytes(damage)
+            assert not is_built(cache, folder.name)
+        with pytest.raises(ConfigError, match="nightjar compile"):
+            build_models(dataclasses.replace(config, build="compiled"), tiny.target, None, silent)
+        victim.write_bytes(whole)
+        assert is_built(cache, folder.name)
+    discard_damaged(cache, folder.name)
+    assert folder.exists()
+    next(folder.rglob("*.so")).unlink()
+    discard_damaged(cache, folder.name)
+    assert not folder.exists()
