@@ -36,6 +36,8 @@ interop: $(STAMP)    ## public clients and a public gateway, unmodified, against
 	$(BIN)/python tests/interop/run.py $(TOOLS)
 
 test-gpu: $(STAMP)   ## what only a GPU can tell: equal bits, and the engine on it
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or \
+	  sys.exit("make test-gpu needs an NVIDIA GPU, and a torch that was built for it; here is none")'
 	$(BIN)/pytest tests/worker/gpu tests/memory_agent/test_remap_kernel.py tests/memory_agent/test_ipc_on_gpu.py
 
 lint: $(STAMP)       ## style, protos, import contracts

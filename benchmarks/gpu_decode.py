@@ -31,8 +31,10 @@ with its reason, and the others go on.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,7 @@ from gpu.arm_list import (
     serving_arm,
 )
 
+MAX_GAMMA = 8
 # What --tiny puts in the place of these options' defaults.
 TINY: dict[str, Any] = {
     "device": "cpu",
@@ -81,10 +84,16 @@ TINY: dict[str, Any] = {
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; returns 1 if something that was asked for could not run."""
     options = parsed(argv)
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "gpu_decode.json"
-    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    try:
+        return measured(options, options.results)
+    except KeyboardInterrupt:
+        say("stopped; what was measured is kept")
+        return 130
+
+
+def measured(options: argparse.Namespace, results: dict[str, Any]) -> int:
+    """Measure arm by arm, adding to `results`."""
+    file = Path(options.out) / "gpu_decode.json"
     results["machine"] = machine()
     failures: dict[str, str] = {}
 
@@ -118,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     results["left_out"] = {**options.left_out, **failures}
     save()
     show(results, options)
-    return 1 if failures else 0
+    return 1 if failures or options.missing else 0
 
 
 def serve(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -216,14 +225,42 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"unknown arms: {', '.join(sorted(unknown))}")
     if options.device == "cuda" and not has_gpu():
         parser.error("no GPU is visible here; --tiny runs every section on a CPU")
+    for name in ("repeats", "tokens", "steps", "clients", "rounds", "client_processes"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not all(0 <= gamma <= MAX_GAMMA for gamma in options.gammas):
+        parser.error(f"--gammas are from 0 to {MAX_GAMMA}")
+    if not all(1 <= size <= options.max_num_seqs for size in (*options.batches, *options.cells)):
+        parser.error(f"--batches and --cells are from 1 to --max-num-seqs={options.max_num_seqs}")
+    asked = options.arms or ()
     _leave_out(options)
+    options.missing = {*asked} - {*options.arms}
+    options.results = _results(parser, Path(options.out))
     target, draft = shapes.TARGET, shapes.DRAFT
     if options.tiny:
         target, draft = shapes.TINY_TARGET, shapes.TINY_DRAFT
-    root = Path(options.work or tempfile.mkdtemp(prefix="gpu-decode-"))
+    if not options.work:
+        options.work = tempfile.mkdtemp(prefix="gpu-decode-")
+        atexit.register(shutil.rmtree, options.work, ignore_errors=True)
+    root = Path(options.work)
     options.shape, options.vocab = target, target.vocab
     options.target, options.draft = target.write(root), draft.write(root)
     return options
+
+
+def _results(parser: argparse.ArgumentParser, out: Path) -> dict[str, Any]:
+    """What the folder holds already, empty if nothing; the folder is made."""
+    file = out / "gpu_decode.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        found = json.loads(file.read_text()) if file.exists() else {}
+    except OSError as error:
+        parser.error(f"--out={out}: {error.strerror}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        parser.error(f"{file} holds no results; move it away")
+    return found
 
 
 def _leave_out(options: argparse.Namespace) -> None:

@@ -248,6 +248,8 @@ def main() -> None:
     unknown = set(options.settings) - set(SETTINGS)
     if unknown:
         parser.error(f"no setting {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        parser.error("it needs an NVIDIA GPU, and a torch that was built for it; here is none")
     for line in lines(options.settings or list(SETTINGS), options.kinds, torch.device("cuda")):
         print(line, flush=True)
 
