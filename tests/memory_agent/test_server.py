@@ -454,7 +454,7 @@ def test_help_names_the_thresholds() -> None:
         ("--tau-low=1.5", "whole number of blocks"),
         ("--tau-low=-1", "--tau-low='-1'"),
         ("--tau-low=nan", "--tau-low='nan'"),
-        ("--t-persist=0", "at least 1"),
+        ("--t-persist=0", "must be 1 to 1000"),
         ("--shm-dir=/nowhere", "not a folder"),
         ("--listen=nowhere", "--listen"),
     ]:
