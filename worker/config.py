@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from nightjar.config import at_least, option
+from nightjar.errors import ConfigError
 
 # What 0 stands for. On a GPU the pool is a share of its memory, which only the engine can see.
 _CPU_SIZES = {
@@ -106,6 +107,16 @@ class WorkerConfig:
     progress_timeout_s: float = at_least(
         0.5, 10, "seconds without a sign of the engine after which the worker is not ready"
     )
+
+
+def check_shm_dir(path: str) -> None:
+    """Refuse a folder that is none, in the memory agent's words.
+
+    Raises:
+        ConfigError: It is not there, or something else.
+    """
+    if not os.path.isdir(path):
+        raise ConfigError(f"--shm-dir={path!r}: is not a folder")
 
 
 def resolved(config: ConfigT) -> ConfigT:

@@ -23,6 +23,7 @@ from memory_agent.arena import SharedFile
 from memory_agent.checksum import image_digest
 from memory_agent.layout import ArenaLayout
 from nightjar.errors import ConfigError
+from worker.config import check_shm_dir
 
 FILE_PREFIX = "nightjar-"
 IMAGE_ALIGNMENT = 64  # a tensor of the image starts on a cache line
@@ -85,7 +86,7 @@ class Arena:
             device: Where the bytes lie; None is the CPU.
 
         Raises:
-            ConfigError: `shm_dir`, or the device, has no room for it.
+            ConfigError: `shm_dir` is no folder, or it or the device has no room.
         """
         self.layout = layout
         self._files: list[tuple[SharedFile, int]] = []
@@ -96,6 +97,7 @@ class Arena:
             with _told_of_too_little_room(layout.num_bytes, device):
                 self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
             return
+        check_shm_dir(shm_dir)
         sweep_stale_files(shm_dir)
         if device.type == "cuda":
             self._share_device_memory(device)

@@ -97,6 +97,12 @@ def test_a_locked_file_is_not_swept(tmp_path: Path) -> None:
     assert sweep_stale_files(str(tmp_path)) == [foreign.name]
 
 
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A pool's folder that has gone meanwhile is a sentence that names the flag."""
+    with pytest.raises(ConfigError, match=r"^--shm-dir='.*/gone': is not a folder$"):
+        Arena(LAYOUT, str(tmp_path / "gone"))
+
+
 def test_a_worker_without_a_draft_shares_nothing(tiny: TinyModels, tmp_path: Path) -> None:
     """Without a draft there is no pool to give back and no shared file."""
     config = dataclasses.replace(CONFIG, shm_dir=str(tmp_path))
