@@ -7,21 +7,48 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import grpc
+
+from nightjar.errors import NightjarError, Unavailable
 from nightjar.rpc import dial
 from nightjar.v1 import memory_pb2, memory_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_UNKNOWN_CALL = (  # of another service; the gateway asks for keys before it looks
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Ask once and print; returns 0, or raises what the call raises."""
+    """Ask once and print; returns 0.
+
+    Raises:
+        NightjarError: Nothing answers there, or something that is no memory agent.
+    """
     parser = argparse.ArgumentParser(
         prog="nightjar memory",
         description="Shows where the draft is, who owns which blocks, and what happened last.",
     )
     parser.add_argument("address", help="of the memory agent")
-    print(shown(asyncio.run(_asked(parser.parse_args(argv).address))))
+    address = parser.parse_args(argv).address
+    try:
+        status = asyncio.run(_asked(address))
+    except grpc.aio.AioRpcError as error:
+        raise _translated(error, address) from None
+    print(shown(status))
     return 0
+
+
+def _translated(error: grpc.aio.AioRpcError, address: str) -> NightjarError:
+    code, details = error.code(), error.details()
+    if code in _SILENT:
+        return Unavailable(f"no memory agent answers at {address}; is it running? ({details})")
+    if code in _UNKNOWN_CALL:
+        return NightjarError(f"what answers at {address} is no memory agent ({details})")
+    return NightjarError(f"{code.name}: {details}")
 
 
 async def _asked(address: str) -> memory_pb2.GetMemoryStatusResponse:
@@ -63,6 +90,8 @@ def _event(event: memory_pb2.MemoryEvent) -> str:
     kind = _short(memory_pb2.MemoryEventKind.Name(event.kind)).replace("_", " ")
     work = f", {event.num_bytes} bytes in {event.elapsed_us} us" if event.elapsed_us else ""
     reason = f": {event.reason}" if event.reason else ""
+    if event.kind == memory_pb2.MEMORY_EVENT_KIND_DONE:
+        reason = f": the draft is {_short(worker_pb2.DraftResidency.Name(event.state))}"
     return f"event    {at} {event.worker_id} {kind}{work}{reason}"
 
 
