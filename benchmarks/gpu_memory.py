@@ -12,21 +12,28 @@ Sections:
     capped   a small card's pool, 1.5 x the rows that fill it: tok/s and preemptions of six arms
     cycles   expansions and contractions by the hundred under random load, answers compared
 
+About so long each takes on an H200, engine's start included (estimates, not measured): remap
+10 s, death 25 s, reload 60 s, capped 200 s, cycles 240 s for 1,000 of them.
+
 The agent is a process of its own, over the worker's own client; the engine runs in this one, on
 the configuration-only models of `gpu_decode.py`; `cycles` runs on the default draft, which is its
 own draft too, so that every draft of a row that has caught up is accepted. Figures go to
-DIR/gpu_memory.json. Sections that need different engines run in processes of their own.
+DIR/gpu_memory.json. Sections that need different engines run in processes of their own. The exit
+status is 1 if a section could not run (`left_out` says why) or found what must not be (its
+`failed`: answers that differ, a leak, an arm that did not do what it is named for).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +50,8 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "flag": ["num-threads=1", "build=eager"],
-    "agent_flag": ["--tau-low=30", "--tau-high=30"],
+    "agent_flag": ["--hold-s=0.1"],
+    "capped_tau": 30,
     "block_bytes": 2048,
     "moved_bytes": 1 << 16,
     "copy_bytes": 1 << 16,
@@ -54,7 +62,7 @@ TINY: dict[str, Any] = {
     "reload_cycles": 1,
     "num_blocks": 64,
     "max_num_seqs": 40,
-    "max_model_len": 256,
+    "max_model_len": 480,
     "prompt": 16,
     "answer": 24,
     "requests_per_row": 2,
@@ -62,57 +70,101 @@ TINY: dict[str, Any] = {
     "cycles": 4,
     "cycle_blocks": 64,
     "distinct": 6,
-    "longest": 12,
-    "lengths": 3,
-    "window": 12,
-    "between": 4,
-    "cycle_rows": 4,
+    "longest": 32,
+    "lengths": 4,
+    "window": 6,
+    "between": 8,
+    "cycle_rows": 8,
 }
 
 
+INTERRUPTED = 130
+DRAIN_S = 20.0
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print; returns 1 if something that was asked for could not run."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Measure and print; the exit status."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+
+
+def _run(argv: list[str]) -> int:
     if FOLDERS[0] not in sys.path:  # Nightjar itself, installed or not
         sys.path.insert(0, FOLDERS[0])
-    from nightjar.errors import NightjarError
-
     options = parsed(argv)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     groups = [[s for s in group if s in options.sections] for group in GROUPS]
     groups = [group for group in groups if group]
-    failed = False
     if len(groups) > 1 and not options.tiny:
-        for group in groups:  # an engine that has ended leaves nothing on the device
-            command = [sys.executable, __file__, *argv, f"--sections={','.join(group)}"]
-            ran = subprocess.run(command, env=environment(*FOLDERS), check=False)
-            failed |= ran.returncode != 0
-        return int(failed)
-    file = out / "gpu_memory.json"
+        # An engine that has ended leaves nothing on the device.
+        codes = [_child([*argv, f"--sections={','.join(group)}"]) for group in groups]
+        return int(any(codes))
+    failed = False
+    for group in groups:
+        failed |= _measured(group, options, out / "gpu_memory.json")
+    return int(failed)
+
+
+def _child(argv: list[str]) -> int:
+    """Run some sections in a process of their own; its exit status."""
+    command = [sys.executable, __file__, *argv]
+    with subprocess.Popen(command, env=environment(*FOLDERS)) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:  # a terminal has told the child too
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(1)
+            child.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(DRAIN_S)
+            child.kill()
+            raise
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
+
+
+def _measured(group: list[str], options: argparse.Namespace, file: Path) -> bool:
+    """Measure sections that share an engine; whether one failed, after which it is a new one."""
+    from gpu.driver import JobFailed
+
+    from nightjar.errors import NightjarError
+
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     results["machine"] = machine()
     left: dict[str, str] = results.setdefault("left_out", {})
-    for group in groups:
+    failed = False
+    todo = list(group)
+    while todo:
         try:
-            for name, found, text in _measured(group, options):
+            for name, found, text in _sections(list(todo), options):
+                todo.remove(name)
                 results[name] = found
                 left.pop(name, None)
+                failed |= bool(found.get("failed"))
                 print(text, flush=True)
                 file.write_text(json.dumps(results, indent=1) + "\n")
-        except (SystemExit, OSError, NightjarError) as error:
-            missing = [name for name in group if name not in results]
-            left.update(dict.fromkeys(missing or group, str(error)))
-            say(f"{', '.join(group)} failed: {error}")
+        except (SystemExit, OSError, NightjarError, JobFailed, AssertionError, KeyError) as error:
+            name = todo.pop(0)
+            results.pop(name, None)
+            left[name] = str(error) or repr(error)
+            if isinstance(error, AssertionError | KeyError):
+                left[name] = repr(error)
+                traceback.print_exc()
+            say(f"{name} failed: {left[name]}")
             file.write_text(json.dumps(results, indent=1) + "\n")
-            failed |= not (options.tiny and group == ["death"])
-    return int(failed)
+            failed |= not (options.tiny and name == "death")
+    return failed
 
 
 Found = tuple[str, dict[str, Any], str]
 
 
-def _measured(group: list[str], options: argparse.Namespace) -> Iterator[Found]:
+def _sections(group: list[str], options: argparse.Namespace) -> Iterator[Found]:
     """Each section's figures and their text, as they come."""
     if group == ["remap"] or group == ["death"]:
         from gpu import memory_remap
@@ -229,6 +281,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     add("--answer", type=int, default=512, help="of capped: tokens of an answer")
     add("--requests-per-row", type=int, default=2, help="of capped: requests for each row at once")
     add("--capped-gammas", type=_numbers, default=[0, 1], help="of the arm without elastic memory")
+    add("--capped-tau", type=float, default=0.1, help="of capped: the agent's --tau-low")
     add("--synthetic", type=float, default=0.7, help="acceptance of its drafts")
     add("--cycles", type=int, default=1000, help="expansions and contractions")
     add("--cycle-model", help="target of cycles; default: the shipped draft")
@@ -238,13 +291,17 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     add("--distinct", type=int, default=120, help="of cycles: different requests")
     add("--longest", type=int, default=48, help="of cycles: tokens of an answer, most")
     add("--lengths", type=int, default=5, help="of cycles: kinds of prompt lengths, up to 260")
-    add("--window", type=int, default=40, help="of cycles: steps that acceptance is taken over")
+    add("--window", type=int, default=12, help="of cycles: steps that acceptance is taken over")
     add("--between", type=int, default=10, help="of cycles: turns between transitions, most")
     if "--tiny" in argv:
         parser.set_defaults(**TINY)
     options = parser.parse_args(argv)
     if unknown := set(options.sections) - {*NAMES}:
         parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
+    if 0 not in options.capped_gammas:
+        parser.error("--capped-gammas: 0 is what the other arms are compared with")
+    if options.cycles < 4:
+        parser.error("--cycles: at least 4, so that growth has a line")
     if options.device == "cuda" and not has_gpu():
         parser.error("no GPU is visible here; --tiny runs every section on a CPU")
     target, draft = shapes.TARGET, shapes.DRAFT

@@ -9,21 +9,26 @@ arm may not use is set aside in the head.
     weights alone     elastic, but the draft's KV does not become blocks
     draft KV alone    elastic, but the draft's weights do not
     no draft          the whole arena is KV from the start; no agent
+
+Every arm runs twice, the second time in the opposite order, after half a loop at full concurrency
+for every gamma: what changes evenly with time falls out of the arms' means.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpu.driver import JobFailed
 from gpu.load import prompts
-from gpu.memory_link import Bench, device_free
+from gpu.memory_link import Bench, device_used
 from gpu.shapes import Shape
 
-AGENT = ("--tau-low=0.1", "--t-persist=3")
+AGENT = ("--t-persist=3", "--hold-s=1")
 
 
 def num_base_blocks(options: argparse.Namespace) -> int:
@@ -60,48 +65,111 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "answer": options.answer,
         "memory": _shares(bench, options),
     }
-    arms: dict[str, Any] = found.setdefault("arms", {})
-    _run(bench, options, asked[: at_once // 4 + 1], at_once)  # everything once
+    failed: list[str] = found.setdefault("failed", [])
+    runs: dict[str, list[dict[str, Any]]] = {}
 
-    def run(name: str, *, gamma: int = 0) -> None:
-        arms[name] = _run(bench, options, asked, at_once, gamma=gamma)
-        bench.say(f"capped, {name}: {arms[name]}")
+    def run(name: str, residency: str, *, gamma: int = 0) -> None:
+        try:
+            if bench.elastic.residency != residency:
+                raise JobFailed(f"begins with the draft {bench.elastic.residency}, not {residency}")
+            done = _run(bench, options, asked, at_once, gamma=gamma)
+            runs.setdefault(name, []).append(done)
+            if name == "elastic" and not done["num_expansions"]:
+                raise JobFailed("the pool never grew")
+        except JobFailed as error:
+            failed.append(f"{name}: {error}")
+            bench.driver.reset()
+        bench.say(f"capped, {name}: {failed[-1] if name not in runs else runs[name][-1]}")
 
-    for gamma in options.capped_gammas:
-        run("resident" if gamma == 0 else f"resident, gamma {gamma}", gamma=gamma)
-    free = device_free(bench.ready.device)
+    def resident(gammas: list[int]) -> None:
+        for gamma in gammas:
+            run("resident" if gamma == 0 else f"resident, gamma {gamma}", "resident", gamma=gamma)
+
+    def in_part(name: str, num_aside: int) -> None:
+        _expand(bench)
+        with _set_aside(bench, num_aside):
+            run(name, "offloaded")
+
+    _warm_up(bench, options, asked[:at_once])
     weights = -(-layout.image_bytes // block)
-    with bench.agent(*AGENT, *options.agent_flag):
-        context = free - device_free(bench.ready.device)
+    parts = (("weights alone", extra - weights), ("draft KV alone", weights))
+    resident(options.capped_gammas)
+    used = device_used(bench.ready.device)
+    with bench.agent(*AGENT, f"--tau-low={options.capped_tau:g}", *options.agent_flag):
+        context = device_used(bench.ready.device) - used
         lost = -(-context // block)
         found["agent_context_bytes"], found["agent_context_blocks"] = context, lost
         with _set_aside(bench, lost):
-            run("elastic")
-            arms["elastic"]["num_expansions"] = bench.elastic.counters.num_expansions
-            _expand(bench)
-            with _set_aside(bench, extra - weights):
-                run("weights alone")
-            with _set_aside(bench, weights):
-                run("draft KV alone")
-            _expand(bench)
-    run("no draft")
-    digests = {arm["answers"] for name, arm in arms.items() if "gamma" not in name}
+            run("elastic", "resident")
+            for name, num_aside in parts:
+                in_part(name, num_aside)
+        _expand(bench)
+    for _ in range(2):
+        run("no draft", "offloaded")
+    with bench.agent(*AGENT, f"--tau-low={options.capped_tau:g}", *options.agent_flag):
+        with _set_aside(bench, lost):
+            for name, num_aside in reversed(parts):
+                in_part(name, num_aside)
+            _contract(bench)
+            run("elastic", "resident")
+        _contract(bench)
+    resident(options.capped_gammas[::-1])
+    return _compared(found, runs)
+
+
+def _compared(found: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Each arm's runs, their mean, and that beside the mean of the baseline's."""
+    means = {name: statistics.mean(done["tok_s"] for done in all_) for name, all_ in runs.items()}
+    found["arms"] = {
+        name: {
+            "tok_s": round(means[name], 1),
+            "spread": _spread([done["tok_s"] for done in all_]),
+            "over_resident": round(means[name] / means["resident"], 4),
+            "num_preemptions": statistics.mean(done["num_preemptions"] for done in all_),
+            "mean_rows": round(statistics.mean(done["mean_rows"] for done in all_), 1),
+            "runs": all_,
+        }
+        for name, all_ in runs.items()
+        if "resident" in means
+    }
+    digests = {
+        done["answers"] for name, all_ in runs.items() if "gamma" not in name for done in all_
+    }
     found["answers_are_equal"] = len(digests) == 1
-    for arm in arms.values():
-        arm["over_resident"] = round(arm["tok_s"] / arms["resident"]["tok_s"], 4)
+    if not found["answers_are_equal"]:
+        found["failed"].append(f"{len(digests)} different answers to the same requests")
     return found
 
 
+def _spread(rates: list[float]) -> float:
+    """From the slowest run to the fastest, as a share of their mean."""
+    return round((max(rates) - min(rates)) / statistics.mean(rates), 4)
+
+
+def _warm_up(bench: Bench, options: argparse.Namespace, asked: list[list[int]]) -> None:
+    """A loop at full concurrency for each gamma; without drafts in the larger pool, in full."""
+    with bench.agent(*AGENT, f"--tau-low={options.capped_tau:g}", *options.agent_flag):
+        _run(bench, options, asked, len(asked))
+        _contract(bench)
+    for gamma in options.capped_gammas:
+        if gamma:
+            _run(bench, options, asked, len(asked), gamma=gamma)
+    bench.say("capped: warm")
+
+
 def _expand(bench: Bench) -> None:
-    """See to it that the draft is gone: the load's end may have brought it back."""
-    if bench.elastic.residency == "offloaded":
-        return
-    bench.until(lambda: bench.elastic.residency in ("resident", "offloaded"), "no transition")
+    """Send the draft away just now, so that the agent holds its return off until the arm runs."""
+    _contract(bench)
     driver = bench.driver
     driver._submit(driver._request([300] * 4, 200, max_gamma=0, temperature=0.0, seed=0))
     with _set_aside(bench, bench.num_free_head() - 2):
         bench.until(lambda: bench.elastic.residency == "offloaded", "the pool grew")
     driver.reset()
+
+
+def _contract(bench: Bench) -> None:
+    """Wait until the draft is back, which the agent sees to while nothing runs."""
+    bench.until(lambda: bench.elastic.residency == "resident", "the draft came back")
 
 
 @contextmanager
@@ -125,14 +193,16 @@ def _run(
 ) -> dict[str, Any]:
     """Answer everything, so many at once."""
     scheduler, driver = bench.scheduler, bench.driver
-    num_preemptions, most = scheduler.num_preemptions, 0
+    num_preemptions, most, num_away = scheduler.num_preemptions, 0, 0
+    num_expansions = bench.elastic.counters.num_expansions
     driver._pretend(options.synthetic if gamma and bench.ready.device == "cuda" else None)
     bench.set_gamma(gamma)
     turn: Callable[[], Any] = driver._turn
 
     def counted() -> Any:
-        nonlocal most
+        nonlocal most, num_away
         most = max(most, scheduler.num_running)
+        num_away += bench.elastic.residency == "offloaded"
         return turn()
 
     setattr(driver, "_turn", counted)  # noqa: B010
@@ -151,6 +221,8 @@ def _run(
         "most_rows": most,
         "mean_rows": round(sum(rows) / len(rows), 1),
         "num_steps": len(steps),
+        "num_turns_offloaded": num_away,
+        "num_expansions": bench.elastic.counters.num_expansions - num_expansions,
         "answers": hashlib.sha256(repr(done["tokens"]).encode()).hexdigest()[:16],
     }
 
@@ -186,7 +258,9 @@ def show(found: dict[str, Any]) -> str:
     )
     for name, arm in found["arms"].items():
         lines.append(
-            f"  {name:18} {arm['tok_s']:9.1f} tok/s  {arm['over_resident']:.3f}  "
-            f"{arm['num_preemptions']:5} preemptions  {arm['mean_rows']:.1f} rows"
+            f"  {name:18} {arm['tok_s']:9.1f} tok/s (+-{arm['spread'] / 2:.1%})  "
+            f"{arm['over_resident']:.3f}  {arm['num_preemptions']:7.1f} preemptions  "
+            f"{arm['mean_rows']:.1f} rows"
         )
+    lines += [f"  FAILED: {reason}" for reason in found["failed"]]
     return "\n".join(lines)

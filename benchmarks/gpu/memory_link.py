@@ -80,9 +80,9 @@ class Bench:
         # Any address will do: it makes the pool one that an agent may map.
         flags = [*flags, "--memory-agent=unix:/nowhere"]
         config = parse(WorkerConfig, flags, prog="arm", description=__doc__ or "", environ={})
-        self.say = say
-        self.feed = AgentFeed(say)
         begin = time.perf_counter()
+        self.say = lambda text: say(f"{time.perf_counter() - begin:6.1f} s: {text}")
+        self.feed = AgentFeed(say)
         self.models: Models
         self.models, engine, ready = start(config, self.feed)  # type: ignore[arg-type]
         assert ready.pool is not None, "the pool is not shared"
@@ -179,10 +179,11 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def device_free(device: str) -> int:
-    """Bytes of the GPU that nobody has; 0 on a CPU."""
+def device_used(device: str) -> int:
+    """Bytes of the GPU that anybody has; 0 on a CPU."""
     if device != "cuda":
         return 0
     import torch
 
-    return int(torch.cuda.mem_get_info()[0])
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
