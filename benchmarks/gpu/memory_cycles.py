@@ -224,8 +224,8 @@ def _cycle(
 ) -> None:
     """Press until the draft leaves, run on, ease until it is back; `tight` eases by a few blocks.
 
-    There rows go on to arrive while the contraction needs what is left of the head, so that it is
-    refused or rows are preempted, and they decode with hardly a free block once the draft is back.
+    There the contraction begins with hardly a free head block to spare, and none is left to the
+    rows that decode beside it and for some turns after: they wait, or are preempted.
     """
     rng, counters = load._rng, bench.elastic.counters
     num_preemptions = bench.scheduler.num_preemptions
@@ -241,7 +241,9 @@ def _cycle(
         bench.set_gamma(2)  # so that it does not leave again
         _release(bench, taken, len(bench.blocks.live_tail_blocks()) - bench.num_free_head())
         for turn in _turns_until(bench, load, "resident"):
-            if turn % 4 == 0:
+            if bench.elastic.residency == "reloading":
+                taken += bench.squeeze(0)
+            elif turn % 4 == 0:
                 _release(bench, taken, 2)
             if turn > MOST_TIGHT_TURNS:
                 load.most = max(1, options.cycle_rows // 4)

@@ -104,7 +104,12 @@ def _start(what: str, job: Answer) -> subprocess.Popen[str]:
     if job.get("device") == "cpu":
         environ["TRITON_INTERPRET"] = "1"  # kernels run there, slowly, for tests
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+        start_new_session=True,  # a terminal's Ctrl-C is for the process that ends this one
     )
 
 
@@ -218,10 +223,7 @@ def show(found: Answer) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        if sys.argv[1] == "hold":
-            _hold(json.loads(sys.argv[2]))
-        else:
-            print(json.dumps(_move(json.loads(sys.argv[2]))), flush=True)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if sys.argv[1] == "hold":
+        _hold(json.loads(sys.argv[2]))
+    else:
+        print(json.dumps(_move(json.loads(sys.argv[2]))), flush=True)
