@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,25 +27,33 @@ def run(folder: Path, *flags: str) -> dict[str, dict[str, object]]:
     return found
 
 
-def test_steps_around_a_reload_and_the_arms_of_a_capped_pool(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Blocks move, the draft comes back, every arm answers alike, and figures come out."""
-    found = run(tmp_path, "--sections=reload,capped")
-    cycle = found["reload"]["cycles"][0]  # type: ignore[index]
+def test_steps_around_a_reload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks move, the draft comes back and leaves again, and figures come out."""
+    found = run(tmp_path, "--sections=reload")["reload"]
+    cycle = found["cycles"][0]  # type: ignore[index]
     assert cycle["blocks_in_tail"] > 0
     assert sum(cycle["blocks_moved"]) == cycle["blocks_in_tail"]
-    assert found["reload"]["step_before_ms"] > 0  # type: ignore[operator]
-    capped = found["capped"]
-    assert capped["answers_are_equal"] is True
-    arms = capped["arms"]
-    elastic = ["elastic", "weights alone", "draft KV alone", "no draft"]
-    assert list(arms) == ["resident", "resident, gamma 1", *elastic]  # type: ignore[call-overload]
-    assert arms["elastic"]["num_expansions"] >= 1  # type: ignore[index]
-    assert arms["no draft"]["mean_rows"] > arms["resident"]["mean_rows"]  # type: ignore[index]
+    assert found["step_before_ms"] > 0  # type: ignore[operator]
+    assert cycle["longest_of_contraction_ms"] >= cycle["longest_ms"]
+    assert cycle["longest_of_expansion_ms"] > 0
     shown = capsys.readouterr().out
-    assert "who has which part" in shown
     assert "at most 1.05" in shown
+    assert "longest of the whole transition" in shown
+
+
+@pytest.mark.slow
+def test_the_arms_of_a_capped_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every arm runs twice from the residency that it is named for, and answers alike."""
+    capped = run(tmp_path, "--sections=capped")["capped"]
+    assert (capped["failed"], capped["answers_are_equal"]) == ([], True)
+    arms: dict[str, Any] = capped["arms"]  # type: ignore[assignment]
+    elastic = ["elastic", "weights alone", "draft KV alone", "no draft"]
+    assert list(arms) == ["resident", "resident, gamma 1", *elastic]
+    assert [len(arm["runs"]) for arm in arms.values()] == [2] * 6
+    assert all(run["num_expansions"] >= 1 for run in arms["elastic"]["runs"])
+    assert [run["num_turns_offloaded"] for run in arms["resident"]["runs"]] == [0, 0]
+    assert arms["no draft"]["mean_rows"] > arms["resident"]["mean_rows"]
+    assert "who has which part" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -54,6 +63,8 @@ def test_cycles_and_rates(tmp_path: Path) -> None:
     cycles = found["cycles"]
     assert (cycles["num_wrong"], cycles["least_acceptance_share"]) == (0, 1.0)
     assert cycles["num_contractions"] >= 4  # type: ignore[operator]
+    assert cycles["failed"] == []
+    assert cycles["num_tight_preemptions"] + cycles["num_refused"] > 0  # type: ignore[operator]
     assert found["remap"]["default"]["share"] > 0  # type: ignore[index]
     assert found["left_out"]["death"] == "needs a GPU"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("nightjar-")]
@@ -68,3 +79,80 @@ def test_a_gpu_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SystemExit) as ended:
         gpu_memory.main([f"--out={tmp_path}"])
     assert ended.value.code == 2
+
+
+def test_a_section_that_fails_is_left_out_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is kept, an older figure is not, and the status is 1; so it is after a finding."""
+    import gpu_memory
+    from gpu import memory_remap
+
+    def fails(options: object) -> dict[str, object]:
+        raise AssertionError("blocks did not arrive")
+
+    figures = tmp_path / "gpu_memory.json"
+    figures.write_text(json.dumps({"remap": {"share": 1.0}}))
+    monkeypatch.setattr(memory_remap, "measure", fails)
+    monkeypatch.setattr(memory_remap, "died", lambda options: {"failed": ["a leak"]})
+    own = ["--tiny", f"--out={tmp_path}", f"--work={tmp_path / 'models'}"]
+    assert gpu_memory.main([*own, "--sections=remap,death"]) == 1
+    found = json.loads(figures.read_text())
+    assert "blocks did not arrive" in found["left_out"]["remap"]
+    assert "remap" not in found
+    assert found["death"] == {"failed": ["a leak"]}
+    assert gpu_memory.main([*own, "--sections=death"]) == 1
+
+
+def test_growth_and_answers_decide_whether_cycles_failed() -> None:
+    """Growth beyond a limit is a leak, a wrong answer and a tight pool that never was are named."""
+    from gpu import memory_cycles
+
+    baseline = {"cycle": 0, "engine": 0, "agent": 0, "device": 0}
+    memory = [
+        {"cycle": cycle, "engine": cycle << 20, "agent": 64 << 20, "device": 9 << 20}
+        for cycle in (10, 20, 30, 40)
+    ]
+    grown, slopes = memory_cycles._growth(baseline, memory)
+    assert slopes == {"engine": float(1 << 20), "agent": 0.0, "device": 0.0}
+    found = {
+        "cycles": 40,
+        "grown_bytes": grown,
+        "num_wrong": 1,
+        "num_answers": 7,
+        "acceptance_after": [0.9],
+        "num_tight_cycles": 10,
+        "num_tight_preemptions": 0,
+        "num_refused": 0,
+    }
+    failed = memory_cycles._failures(found)
+    assert failed == [
+        "a leak: device +9.0 MiB over 40 cycles",
+        "1 of 7 answers differ",
+        "the tight cycles made no row and no contraction give way",
+    ]
+
+
+def test_an_interruption_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is no error to be traced."""
+    import gpu_memory
+    from gpu import memory_remap
+
+    def interrupted(options: object) -> dict[str, object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory_remap, "measure", interrupted)
+    assert gpu_memory.main(["--tiny", f"--out={tmp_path}", "--sections=remap"]) == 130
+
+
+@pytest.mark.parametrize("flag", ["--capped-gammas=1", "--cycles=3", "--sections=reload,none"])
+def test_what_would_give_no_figure_is_refused(
+    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arms without their baseline, too few cycles for a line, and unknown sections."""
+    import gpu_memory
+
+    with pytest.raises(SystemExit) as ended:
+        gpu_memory.main(["--tiny", f"--out={tmp_path}", flag])
+    assert ended.value.code == 2
+    assert flag.split("=")[0].strip("-").split("-")[0] in capsys.readouterr().err
