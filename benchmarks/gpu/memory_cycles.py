@@ -140,7 +140,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     every = max(1, min(EVERY, options.cycles // 4))
     with bench.agent(*AGENT, *options.agent_flag) as address:
         agent = _process_at(address)
-        for cycle in range(-max(2, options.cycles // 50), 0):  # everything is used once
+        for cycle in range(-max(2, options.cycles // 20), 0):  # everything is used once
             _cycle(bench, load, options, tally, tight=cycle % 2 == 0)
             _acceptance(bench, load, options.window)
         bench.say("cycles: warm")
