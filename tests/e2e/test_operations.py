@@ -117,7 +117,8 @@ def test_a_killed_engine_is_replaced(system: System) -> None:
     before = system.status()
     os.kill(before.engine_pid, signal.SIGKILL)
     eventually(lambda: not alive(before.pid), "the worker ends")
-    assert "worker-0 ended (exit status 1); starting it again" in system.stderr
+    line = "worker-0 ended (exit status 1); starting it again"
+    eventually(lambda: line in system.stderr, "it is started again")
     everyone = [system.addresses["workers"], system.addresses["gateway_grpc"]]
     eventually(lambda: system.pid_of("worker") not in (0, before.pid), "a new worker")
     system.nightjar("healthcheck", f"--wait={START_TIMEOUT_S}", *everyone)
