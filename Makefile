@@ -20,6 +20,7 @@ serve: $(STAMP)      ## keep the whole system up; Ctrl-C stops it
 # Two lanes at once: tests that wait for processes most of the time, and those that compute.
 COMPUTING := tests/worker/engine tests/worker/gpu tests/worker/model tests/worker/sampling
 test: $(STAMP)       ## everything that must hold, under 15 minutes on 2 cores
+	@echo "two lanes of tests side by side, some 9 minutes; each says what it found at its end"
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-waiting lint type test-computing
 
 test-waiting: $(STAMP)
