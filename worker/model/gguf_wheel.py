@@ -158,7 +158,10 @@ def main(argv: list[str]) -> int:
         raise SystemExit(f"weights do not fit the model: {result}")
     model.tie_weights()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(path.parent, **where).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+    # The file's own end of an answer: versions of transformers differ in what they make of it.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     settings["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(settings, indent=2))

@@ -40,11 +40,13 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         added = backend.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
-        kinds = _decoder_kinds(backend)
-        if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        parts = _decoder_parts(backend)
+        kinds = {part["type"] for part in parts}
+        if "ByteLevel" in kinds and all(_leaves_bytes_alone(p, self._vocabulary) for p in parts):
             self._byte_level: dict[str, int] | None = _byte_alphabet()
-        elif unknown := kinds - _DECODERS:
-            raise ConfigError(f"tokenizer.json: the decoder {min(unknown)} is not supported")
+        elif kinds - _DECODERS:
+            steps = ", ".join(part["type"] for part in parts)
+            raise ConfigError(f"tokenizer.json: a decoder of {steps} is not supported")
         else:
             self._byte_level = None
         self._byte_fallback = "ByteFallback" in kinds
@@ -176,12 +178,27 @@ def _check_unicode(field: str, text: str) -> None:
         ) from None
 
 
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+def _decoder_parts(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     decoder = json.loads(backend.to_str())["decoder"]
     if decoder is None:
         raise ConfigError("tokenizer.json: it has no decoder")
-    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return {part["type"] for part in parts}
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _leaves_bytes_alone(part: dict[str, Any], vocabulary: dict[int, str]) -> bool:
+    """Whether a part of a decoder changes nothing that byte-level decoding does by itself.
+
+    Converters put parts for other kinds of vocabulary before it, which no token here answers to.
+    """
+    match part:
+        case {"type": "ByteLevel" | "Fuse"}:
+            return True
+        case {"type": "ByteFallback"}:
+            return not any(_BYTE_TOKEN.fullmatch(token) for token in vocabulary.values())
+        case {"type": "Replace", "pattern": {"String": str(pattern)}}:
+            return not any(pattern in token for token in vocabulary.values())
+        case _:
+            return False
 
 
 def _ordinary_token(backend: tokenizers.Tokenizer, vocabulary: dict[int, str]) -> int:

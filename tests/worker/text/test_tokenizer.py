@@ -178,6 +178,22 @@ def test_broken_files_stop_the_start(tiny: TinyModels, tmp_path: Path) -> None:
         Tokenizer(backend)
 
 
+def test_parts_before_a_byte_level_decoder_change_nothing() -> None:
+    """Converters' parts that no token answers to decode as byte level alone; others are refused."""
+    rest = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("\u2581", " ")]
+    backend = byte_tokenizer()
+    alone = Tokenizer(backend)
+    backend.decoder = decoders.Sequence([*rest, decoders.ByteLevel()])
+    mixed = Tokenizer(backend)
+    ids = [*alone.encode("né 12\u2581\n"), *range(alone.vocab_size)]
+    assert [mixed.token_bytes(i) for i in ids] == [alone.token_bytes(i) for i in ids]
+    assert mixed.decode(ids) == alone.decode(ids)
+    for acts in (decoders.Replace("a", "b"), decoders.Strip(" ", 1, 0)):
+        backend.decoder = decoders.Sequence([acts, decoders.ByteLevel()])
+        with pytest.raises(ConfigError, match="ByteLevel is not supported"):
+            Tokenizer(backend)
+
+
 def test_loads_without_torch(tiny: TinyModels) -> None:
     """The front tokenizes and detokenizes without torch or transformers in its process."""
     code = (
