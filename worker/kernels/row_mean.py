@@ -13,9 +13,10 @@ import triton.language as tl
 _ROWS = 16  # of a program, whatever their number
 _LANES = 256  # of a row that are added side by side; at most, and a power of two
 _WARPS = 4
+_ALIGNMENT = 16  # bytes; triton cuts loads, and with them sums, otherwise below it
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _row_mean_kernel(  # type: ignore[no-untyped-def]
     values, means, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
 ):
@@ -39,10 +40,13 @@ def row_mean(values: torch.Tensor, *, keepdim: bool) -> torch.Tensor:
         keepdim: Whether the last dimension stays, of 1.
 
     Returns:
-        [...] or [..., 1], of the same dtype. A row's bits depend on nothing but the row.
+        [...] or [..., 1], of the same dtype. A row's bits depend on nothing but the row: neither on
+        how many there are nor on where they lie.
     """
     width = values.shape[-1]
     flat = values.contiguous().view(-1, width)
+    if flat.data_ptr() % _ALIGNMENT:
+        flat = flat.clone()
     means = flat.new_empty(len(flat))
     if len(flat):
         _row_mean_kernel[(triton.cdiv(len(flat), _ROWS),)](

@@ -53,7 +53,10 @@ def test_means_are_those_of_float64(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [576, 896, 3584])
 def test_bits_of_a_mean_are_its_rows_own(width: int) -> None:
-    """On a GPU no number of rows changes a bit; by torch's own mean some numbers do."""
+    """On a GPU neither the number of rows nor their place in memory changes a bit.
+
+    By torch's own mean some numbers do.
+    """
     whole = values(4096, width)
     mean, theirs = row_mean(whole, keepdim=False), whole.mean(-1)
     differ = 0
@@ -63,6 +66,8 @@ def test_bits_of_a_mean_are_its_rows_own(width: int) -> None:
             assert torch.equal(row_mean(part, keepdim=False), mean[first : first + num_rows])
             differ += int((part.mean(-1) != theirs[first : first + num_rows]).sum())
     assert differ > 0
+    moved = torch.empty(whole.numel() + 1, device=DEVICE)[1:].view_as(whole).copy_(whole)
+    assert torch.equal(row_mean(moved, keepdim=False), mean)
 
 
 def watched(function: Callable[[torch.Tensor], object]) -> tuple[set[str], object]:
