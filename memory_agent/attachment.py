@@ -58,6 +58,8 @@ class Attachment:
         self.num_bytes_copied = 0
         self.grant: memory_pb2.Grant | None = None
         self.device_lost = ""  # why the process must end
+        self.dropped = ""  # why the stream ends although the worker did nothing wrong
+        self.closed = asyncio.Event()
         # None ends the stream.
         self.outbox: asyncio.Queue[memory_pb2.AttachResponse | None] = asyncio.Queue()
         self._pool = pool
@@ -65,6 +67,17 @@ class Attachment:
         self._aborted = threading.Event()
         self._work: asyncio.Task[None] | None = None
         self._map: asyncio.Future[memory_pb2.PoolMap] | None = None  # that was asked for
+
+    @property
+    def spare(self) -> bool:
+        """Whether this worker needs nothing of the agent now: its draft is at home, and stays."""
+        at_home = self.agent.state is Residency.RESIDENT and self.agent.open_request is None
+        return at_home and self.grant is None
+
+    def drop(self, reason: str) -> None:
+        """End the stream with a sentence; `closed` is set once the pool is unmapped."""
+        self.dropped = reason
+        self.outbox.put_nowait(None)
 
     def on_message(self, message: memory_pb2.AttachRequest) -> None:
         """Take one message of the worker.

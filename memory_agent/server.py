@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-from memory_agent.agent import Agent, Thresholds
+from memory_agent.agent import Agent, Residency, Thresholds
 from memory_agent.attachment import WIRE_RESIDENCIES, Attachment, residency_of
 from memory_agent.cuda_memory import HANDLE_BYTES, UUID_BYTES
 from memory_agent.layout import ArenaLayout
@@ -21,10 +22,16 @@ from nightjar.errors import InvalidRequest, NightjarError, NotPossibleNow
 from nightjar.v1 import memory_pb2, memory_pb2_grpc
 
 NUM_EVENTS = 64  # that the status shows
+PAUSE_S = 30.0  # after a pool could not be mapped: its worker must not drive others out for nothing
+ONE_EACH = "an agent serves one worker: start an agent for each, and name it by --memory-agent"
 
 
 class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
-    """One worker at a time.
+    """One worker at a time, so that what a worker lost with its stream is out of others' reach.
+
+    A second one is refused. Only a worker whose draft is away, which therefore was attached
+    before the agent or the stream was lost, takes the place of one whose draft is at home: the
+    one could not draft without an agent, the other can.
 
     Args:
         thresholds: When the draft leaves and returns.
@@ -38,6 +45,7 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         self._thresholds = thresholds
         self._shm_dir, self._reload_share = shm_dir, reload_share
         self._holder = ""  # id of the worker whose pool is mapped, or about to be
+        self._place_taken_from_s = -math.inf  # from then on a worker may take another's place
         self._attachment: Attachment | None = None
         self._detaching: asyncio.Task[None] | None = None
         self._stopping = False
@@ -57,6 +65,8 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
             yield memory_pb2.AttachResponse(attached=memory_pb2.Attached(agent_id=self.agent_id))
             while (response := await attachment.outbox.get()) is not None:
                 yield response
+            if attachment.dropped:
+                raise NotPossibleNow(attachment.dropped)
             if reading.done():
                 reading.result()  # raises what the worker did wrong
         finally:
@@ -65,22 +75,21 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
             await asyncio.shield(self._detaching)
 
     async def _attach(self, handshake: memory_pb2.PoolHandshake) -> Attachment:
-        self._check_running()
-        if self._holder:
-            raise NotPossibleNow(f"worker {self._holder!r} is attached")
         worker_id = handshake.worker_id
         if not worker_id:
             raise InvalidRequest("handshake.worker_id", "is empty")
+        residency = residency_of("handshake.residency", handshake.residency)
         agent = Agent(
-            self._thresholds,
-            num_extra_blocks=handshake.num_extra_blocks,
-            residency=residency_of("handshake.residency", handshake.residency),
+            self._thresholds, num_extra_blocks=handshake.num_extra_blocks, residency=residency
         )
+        await self._make_room(worker_id, residency)
+        self._check_running()
         self._holder = worker_id
         try:
             pool = await self._map(handshake)
         except BaseException:
             self._holder = ""
+            self._place_taken_from_s = time.monotonic() + PAUSE_S
             raise
 
         def note(event: memory_pb2.MemoryEvent) -> None:
@@ -93,6 +102,20 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         note(memory_pb2.MemoryEvent(kind=kind, state=state))
         log.get().info("attached", worker_id=worker_id, draft=agent.state.value)
         return self._attachment
+
+    async def _make_room(self, worker_id: str, residency: Residency) -> None:
+        """Return once no worker is attached; one that is gives way as the class says."""
+        self._check_running()
+        while self._holder:
+            held = self._attachment
+            away = residency is not Residency.RESIDENT
+            allowed = away and time.monotonic() >= self._place_taken_from_s
+            if not allowed or held is None or not held.spare:
+                raise NotPossibleNow(f"worker {self._holder!r} is attached; {ONE_EACH}")
+            if not held.dropped:
+                log.get().warning("a worker gives way", worker_id=held.worker_id, to=worker_id)
+                held.drop(f"worker {worker_id!r} needs its draft back from this agent; {ONE_EACH}")
+            await held.closed.wait()
 
     async def _map(self, handshake: memory_pb2.PoolHandshake) -> AgentPool:
         """Map in a thread, since a GPU's pool takes seconds; nothing stays of it if cancelled."""
@@ -141,6 +164,7 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
             )
         )
         self._attachment, self._holder = None, ""
+        attachment.closed.set()
         log.get().info("detached", worker_id=attachment.worker_id)
         if attachment.device_lost and not self.failed.done():
             self.failed.set_result(attachment.device_lost)

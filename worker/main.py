@@ -153,15 +153,19 @@ def _peers(state: WorkerState, ready: Ready) -> list[Coroutine[Any, Any, None]]:
         planner = PlannerClient(config.planner, state.worker_id, ready, engine.send)
         engine.on(Reports, planner.report)
         state.planner_connected = lambda: planner.connected
+        state.planner_reason = lambda: planner.reason
         peers.append(planner.run())
     if config.memory_agent and ready.pool is not None:
         agent = MemoryClient(config.memory_agent, state.worker_id, ready.pool, engine.send)
         for kind in (Pressure, Grant, RequestRefused, TransitionDone, PoolMap):
             engine.on(kind, agent.forward)
         state.agent_attached = lambda: agent.attached
+        state.agent_reason = lambda: agent.reason
         peers.append(agent.run())
     elif config.memory_agent:
-        log.get().info("no memory agent is used", reason="there is no draft model to move")
+        reason = "there is no draft model to move"
+        state.agent_reason = lambda: reason
+        log.get().info("no memory agent is used", reason=reason)
     return peers
 
 

@@ -11,7 +11,7 @@ import grpc
 
 from nightjar import log
 from nightjar.v1 import memory_pb2, memory_pb2_grpc, worker_pb2
-from worker.front.reconnect import first_of, keep_open
+from worker.front.reconnect import CONNECTING, first_of, keep_open
 from worker.messages import (
     AgentLink,
     Grant,
@@ -69,11 +69,20 @@ class MemoryClient:
         self._pressure: Pressure | None = None  # the newest, if it is in `_waiting`
         self._pending = asyncio.Event()
         self._attached = asyncio.Event()
+        self._reason = CONNECTING
 
     @property
     def attached(self) -> bool:
         """Whether the agent has mapped the pool."""
         return self._attached.is_set()
+
+    @property
+    def reason(self) -> str:
+        """Why no agent is attached; empty while one is."""
+        return "" if self.attached else self._reason
+
+    def _tell(self, reason: str) -> None:
+        self._reason = reason
 
     def forward(self, message: FromEngine) -> None:
         """Take over a message for the agent; never waits."""
@@ -90,7 +99,7 @@ class MemoryClient:
 
     async def run(self) -> None:
         """Keep the stream open until cancelled."""
-        await keep_open("memory agent", self._address, self._serve)
+        await keep_open("memory agent", self._address, self._serve, self._tell)
 
     async def _serve(self, channel: grpc.aio.Channel) -> bool:
         """One stream, from handshake to its end; whether the agent attached."""

@@ -13,7 +13,7 @@ import msgspec
 from nightjar import log
 from nightjar.buckets import BucketGrid
 from nightjar.v1 import planner_pb2, planner_pb2_grpc
-from worker.front.reconnect import first_of, keep_open
+from worker.front.reconnect import CONNECTING, first_of, keep_open
 from worker.messages import Context, Decision, PlannerLink, Ready, Reports, StepSums, SumsKey
 
 MAX_REPORTS = 512  # in one message; the planner takes twice as many
@@ -53,6 +53,15 @@ class PlannerClient:
         self._pending = asyncio.Event()
         self._answered = False
         self.connected = False
+        self._reason = CONNECTING
+
+    @property
+    def reason(self) -> str:
+        """Why no stream is open; empty while one is."""
+        return "" if self.connected else self._reason
+
+    def _tell(self, reason: str) -> None:
+        self._reason = reason
 
     def report(self, reports: Reports) -> None:
         """Take over sums and a question; never waits."""
@@ -66,7 +75,7 @@ class PlannerClient:
 
     async def run(self) -> None:
         """Keep the stream open until cancelled."""
-        await keep_open("planner", self._address, self._serve)
+        await keep_open("planner", self._address, self._serve, self._tell)
 
     async def _serve(self, channel: grpc.aio.Channel) -> bool:
         """One stream, from hello to its end; whether a decision came over it."""

@@ -45,9 +45,11 @@ def worker_status(state: WorkerState) -> worker_pb2.GetWorkerStatusResponse:
         progress_age_ms=int(engine.progress_age_s * 1000),
         accepting=state.serving,
         planner_connected=state.planner_connected(),
+        planner_reason=state.planner_reason(),
     )
     answer.model.name = state.model_name
     answer.draft.agent_attached = state.agent_attached()
+    answer.draft.agent_reason = state.agent_reason()
     if engine.ready is not None:
         ready = engine.ready
         answer.model.vocab_size = ready.vocab_size

@@ -54,7 +54,8 @@ class MemoryServiceServicer:
     def Attach(self, request_iterator, context):
         """Attach opens the only channel between a worker and its agent. The first
         request is the handshake; the stream's end frees every grant.
-        FAILED_PRECONDITION if another worker is attached or the layout is wrong.
+        FAILED_PRECONDITION if another worker is attached or the layout is wrong. A
+        worker whose draft is away takes the place of one whose draft is at home.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,8 @@ class MemoryServiceStub:
     Attach: _grpc.StreamStreamMultiCallable[_memory_pb2.AttachRequest, _memory_pb2.AttachResponse]
     """Attach opens the only channel between a worker and its agent. The first
     request is the handshake; the stream's end frees every grant.
-    FAILED_PRECONDITION if another worker is attached or the layout is wrong.
+    FAILED_PRECONDITION if another worker is attached or the layout is wrong. A
+    worker whose draft is away takes the place of one whose draft is at home.
     """
     GetMemoryStatus: _grpc.UnaryUnaryMultiCallable[_memory_pb2.GetMemoryStatusRequest, _memory_pb2.GetMemoryStatusResponse]
     """GetMemoryStatus shows the agent's state."""
@@ -51,7 +52,8 @@ class MemoryServiceAsyncStub(MemoryServiceStub):
     Attach: _aio.StreamStreamMultiCallable[_memory_pb2.AttachRequest, _memory_pb2.AttachResponse]  # type: ignore[assignment]
     """Attach opens the only channel between a worker and its agent. The first
     request is the handshake; the stream's end frees every grant.
-    FAILED_PRECONDITION if another worker is attached or the layout is wrong.
+    FAILED_PRECONDITION if another worker is attached or the layout is wrong. A
+    worker whose draft is away takes the place of one whose draft is at home.
     """
     GetMemoryStatus: _aio.UnaryUnaryMultiCallable[_memory_pb2.GetMemoryStatusRequest, _memory_pb2.GetMemoryStatusResponse]  # type: ignore[assignment]
     """GetMemoryStatus shows the agent's state."""
@@ -67,7 +69,8 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_memory_pb2.AttachResponse], _abc.AsyncIterator[_memory_pb2.AttachResponse]]:
         """Attach opens the only channel between a worker and its agent. The first
         request is the handshake; the stream's end frees every grant.
-        FAILED_PRECONDITION if another worker is attached or the layout is wrong.
+        FAILED_PRECONDITION if another worker is attached or the layout is wrong. A
+        worker whose draft is away takes the place of one whose draft is at home.
         """
 
     @_abc_1.abstractmethod

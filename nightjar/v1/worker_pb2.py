@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18nightjar/v1/worker.proto\x12\x0bnightjar.v1\"\x18\n\x16GetWorkerStatusRequest\"\x98\x04\n\x17GetWorkerStatusResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x12\n\nengine_pid\x18\x03 \x01(\x05\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.nightjar.v1.ModelInfo\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\x05\x12\x13\n\x0bnum_running\x18\x06 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\x05\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\x05\x12\r\n\x05gamma\x18\t \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\n \x01(\x01\x12\x16\n\x0epolicy_version\x18\x0b \x01(\t\x12\x11\n\tnum_steps\x18\x0c \x01(\x03\x12\x17\n\x0fprogress_age_ms\x18\r \x01(\x03\x12\x11\n\taccepting\x18\x0e \x01(\x08\x12\'\n\x05\x64raft\x18\x0f \x01(\x0b\x32\x18.nightjar.v1.DraftStatus\x12\x31\n\narithmetic\x18\x10 \x01(\x0b\x32\x1d.nightjar.v1.ArithmeticStatus\x12\x19\n\x11planner_connected\x18\x11 \x01(\x08\x12\x18\n\x10\x65ngine_rss_bytes\x18\x12 \x01(\x03\x12\x1c\n\x14num_generated_tokens\x18\x13 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x14 \x01(\x03\"x\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\tmax_gamma\x18\x05 \x01(\x05\x12\x10\n\x08proposer\x18\x06 \x01(\t\"\xfb\x01\n\x0b\x44raftStatus\x12.\n\tresidency\x18\x01 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x10\n\x08\x65xpanded\x18\x03 \x01(\x08\x12\x16\n\x0enum_expansions\x18\x04 \x01(\x03\x12\x18\n\x10num_contractions\x18\x05 \x01(\x03\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\x03\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x61gent_attached\x18\x08 \x01(\x08\x12\x1a\n\x12num_granted_blocks\x18\t \x01(\x05\"\x92\x01\n\x10\x41rithmeticStatus\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12,\n\x08products\x18\x05 \x03(\x0b\x32\x1a.nightjar.v1.ProductChoice\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\"u\n\rProductChoice\x12\x13\n\x0bnum_outputs\x18\x01 \x01(\x05\x12\x12\n\nnum_inputs\x18\x02 \x01(\x05\x12\x10\n\x08num_rows\x18\x03 \x01(\x05\x12\x0e\n\x06kernel\x18\x04 \x01(\t\x12\n\n\x02us\x18\x05 \x01(\x01\x12\r\n\x05ratio\x18\x06 \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x03\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x05*\xad\x01\n\x0e\x44raftResidency\x12\x1f\n\x1b\x44RAFT_RESIDENCY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44RAFT_RESIDENCY_RESIDENT\x10\x01\x12\x1e\n\x1a\x44RAFT_RESIDENCY_OFFLOADING\x10\x02\x12\x1d\n\x19\x44RAFT_RESIDENCY_OFFLOADED\x10\x03\x12\x1d\n\x19\x44RAFT_RESIDENCY_RELOADING\x10\x04\x32\xad\x01\n\rWorkerService\x12\\\n\x0fGetWorkerStatus\x12#.nightjar.v1.GetWorkerStatusRequest\x1a$.nightjar.v1.GetWorkerStatusResponse\x12>\n\x05\x44rain\x12\x19.nightjar.v1.DrainRequest\x1a\x1a.nightjar.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18nightjar/v1/worker.proto\x12\x0bnightjar.v1\"\x18\n\x16GetWorkerStatusRequest\"\xb0\x04\n\x17GetWorkerStatusResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x12\n\nengine_pid\x18\x03 \x01(\x05\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.nightjar.v1.ModelInfo\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\x05\x12\x13\n\x0bnum_running\x18\x06 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\x05\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\x05\x12\r\n\x05gamma\x18\t \x01(\x05\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\n \x01(\x01\x12\x16\n\x0epolicy_version\x18\x0b \x01(\t\x12\x11\n\tnum_steps\x18\x0c \x01(\x03\x12\x17\n\x0fprogress_age_ms\x18\r \x01(\x03\x12\x11\n\taccepting\x18\x0e \x01(\x08\x12\'\n\x05\x64raft\x18\x0f \x01(\x0b\x32\x18.nightjar.v1.DraftStatus\x12\x31\n\narithmetic\x18\x10 \x01(\x0b\x32\x1d.nightjar.v1.ArithmeticStatus\x12\x19\n\x11planner_connected\x18\x11 \x01(\x08\x12\x18\n\x10\x65ngine_rss_bytes\x18\x12 \x01(\x03\x12\x1c\n\x14num_generated_tokens\x18\x13 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x14 \x01(\x03\x12\x16\n\x0eplanner_reason\x18\x15 \x01(\t\"x\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x05\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x11\n\tmax_gamma\x18\x05 \x01(\x05\x12\x10\n\x08proposer\x18\x06 \x01(\t\"\x91\x02\n\x0b\x44raftStatus\x12.\n\tresidency\x18\x01 \x01(\x0e\x32\x1b.nightjar.v1.DraftResidency\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x10\n\x08\x65xpanded\x18\x03 \x01(\x08\x12\x16\n\x0enum_expansions\x18\x04 \x01(\x03\x12\x18\n\x10num_contractions\x18\x05 \x01(\x03\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\x03\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x03\x12\x16\n\x0e\x61gent_attached\x18\x08 \x01(\x08\x12\x1a\n\x12num_granted_blocks\x18\t \x01(\x05\x12\x14\n\x0c\x61gent_reason\x18\n \x01(\t\"\x92\x01\n\x10\x41rithmeticStatus\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12,\n\x08products\x18\x05 \x03(\x0b\x32\x1a.nightjar.v1.ProductChoice\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\"u\n\rProductChoice\x12\x13\n\x0bnum_outputs\x18\x01 \x01(\x05\x12\x12\n\nnum_inputs\x18\x02 \x01(\x05\x12\x10\n\x08num_rows\x18\x03 \x01(\x05\x12\x0e\n\x06kernel\x18\x04 \x01(\t\x12\n\n\x02us\x18\x05 \x01(\x01\x12\r\n\x05ratio\x18\x06 \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x03\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x05*\xad\x01\n\x0e\x44raftResidency\x12\x1f\n\x1b\x44RAFT_RESIDENCY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44RAFT_RESIDENCY_RESIDENT\x10\x01\x12\x1e\n\x1a\x44RAFT_RESIDENCY_OFFLOADING\x10\x02\x12\x1d\n\x19\x44RAFT_RESIDENCY_OFFLOADED\x10\x03\x12\x1d\n\x19\x44RAFT_RESIDENCY_RELOADING\x10\x04\x32\xad\x01\n\rWorkerService\x12\\\n\x0fGetWorkerStatus\x12#.nightjar.v1.GetWorkerStatusRequest\x1a$.nightjar.v1.GetWorkerStatusResponse\x12>\n\x05\x44rain\x12\x19.nightjar.v1.DrainRequest\x1a\x1a.nightjar.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nightjar.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTRESIDENCY']._serialized_start=1328
-  _globals['_DRAFTRESIDENCY']._serialized_end=1501
+  _globals['_DRAFTRESIDENCY']._serialized_start=1374
+  _globals['_DRAFTRESIDENCY']._serialized_end=1547
   _globals['_GETWORKERSTATUSREQUEST']._serialized_start=41
   _globals['_GETWORKERSTATUSREQUEST']._serialized_end=65
   _globals['_GETWORKERSTATUSRESPONSE']._serialized_start=68
-  _globals['_GETWORKERSTATUSRESPONSE']._serialized_end=604
-  _globals['_MODELINFO']._serialized_start=606
-  _globals['_MODELINFO']._serialized_end=726
-  _globals['_DRAFTSTATUS']._serialized_start=729
-  _globals['_DRAFTSTATUS']._serialized_end=980
-  _globals['_ARITHMETICSTATUS']._serialized_start=983
-  _globals['_ARITHMETICSTATUS']._serialized_end=1129
-  _globals['_PRODUCTCHOICE']._serialized_start=1131
-  _globals['_PRODUCTCHOICE']._serialized_end=1248
-  _globals['_DRAINREQUEST']._serialized_start=1250
-  _globals['_DRAINREQUEST']._serialized_end=1284
-  _globals['_DRAINRESPONSE']._serialized_start=1286
-  _globals['_DRAINRESPONSE']._serialized_end=1325
-  _globals['_WORKERSERVICE']._serialized_start=1504
-  _globals['_WORKERSERVICE']._serialized_end=1677
+  _globals['_GETWORKERSTATUSRESPONSE']._serialized_end=628
+  _globals['_MODELINFO']._serialized_start=630
+  _globals['_MODELINFO']._serialized_end=750
+  _globals['_DRAFTSTATUS']._serialized_start=753
+  _globals['_DRAFTSTATUS']._serialized_end=1026
+  _globals['_ARITHMETICSTATUS']._serialized_start=1029
+  _globals['_ARITHMETICSTATUS']._serialized_end=1175
+  _globals['_PRODUCTCHOICE']._serialized_start=1177
+  _globals['_PRODUCTCHOICE']._serialized_end=1294
+  _globals['_DRAINREQUEST']._serialized_start=1296
+  _globals['_DRAINREQUEST']._serialized_end=1330
+  _globals['_DRAINRESPONSE']._serialized_start=1332
+  _globals['_DRAINRESPONSE']._serialized_end=1371
+  _globals['_WORKERSERVICE']._serialized_start=1550
+  _globals['_WORKERSERVICE']._serialized_end=1723
 # @@protoc_insertion_point(module_scope)

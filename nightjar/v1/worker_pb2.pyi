@@ -94,6 +94,7 @@ class GetWorkerStatusResponse(_message.Message):
     ENGINE_RSS_BYTES_FIELD_NUMBER: _builtins.int
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PLANNER_REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process start."""
     pid: _builtins.int
@@ -130,6 +131,8 @@ class GetWorkerStatusResponse(_message.Message):
     """Tokens delivered since start."""
     num_preemptions: _builtins.int
     """Preemptions since start."""
+    planner_reason: _builtins.str
+    """Why no planner stream is open, though an address is configured; else empty."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """Served model."""
@@ -165,10 +168,11 @@ class GetWorkerStatusResponse(_message.Message):
         engine_rss_bytes: _builtins.int = ...,
         num_generated_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        planner_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arithmetic", b"arithmetic", "draft", b"draft", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "accepting", b"accepting", "arithmetic", b"arithmetic", "draft", b"draft", "engine_pid", b"engine_pid", "engine_rss_bytes", b"engine_rss_bytes", "gamma", b"gamma", "model", b"model", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "pid", b"pid", "planner_connected", b"planner_connected", "policy_version", b"policy_version", "progress_age_ms", b"progress_age_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "accepting", b"accepting", "arithmetic", b"arithmetic", "draft", b"draft", "engine_pid", b"engine_pid", "engine_rss_bytes", b"engine_rss_bytes", "gamma", b"gamma", "model", b"model", "num_free_blocks", b"num_free_blocks", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "pid", b"pid", "planner_connected", b"planner_connected", "planner_reason", b"planner_reason", "policy_version", b"policy_version", "progress_age_ms", b"progress_age_ms", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +235,7 @@ class DraftStatus(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     AGENT_ATTACHED_FIELD_NUMBER: _builtins.int
     NUM_GRANTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    AGENT_REASON_FIELD_NUMBER: _builtins.int
     residency: Global___DraftResidency.ValueType
     """Residency of the draft's weights."""
     epoch: _builtins.int
@@ -249,6 +254,8 @@ class DraftStatus(_message.Message):
     """Whether a memory agent is attached."""
     num_granted_blocks: _builtins.int
     """Blocks under a grant; quarantined while the agent is silent."""
+    agent_reason: _builtins.str
+    """Why no memory agent is attached, though an address is configured; else empty."""
     def __init__(
         self,
         *,
@@ -261,10 +268,11 @@ class DraftStatus(_message.Message):
         num_accepted_tokens: _builtins.int = ...,
         agent_attached: _builtins.bool = ...,
         num_granted_blocks: _builtins.int = ...,
+        agent_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_attached", b"agent_attached", "epoch", b"epoch", "expanded", b"expanded", "num_accepted_tokens", b"num_accepted_tokens", "num_contractions", b"num_contractions", "num_draft_tokens", b"num_draft_tokens", "num_expansions", b"num_expansions", "num_granted_blocks", b"num_granted_blocks", "residency", b"residency"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_attached", b"agent_attached", "agent_reason", b"agent_reason", "epoch", b"epoch", "expanded", b"expanded", "num_accepted_tokens", b"num_accepted_tokens", "num_contractions", b"num_contractions", "num_draft_tokens", b"num_draft_tokens", "num_expansions", b"num_expansions", "num_granted_blocks", b"num_granted_blocks", "residency", b"residency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

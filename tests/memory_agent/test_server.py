@@ -155,16 +155,65 @@ async def test_events_and_owners_are_shown(agent: str, pool: PoolStub) -> None:
 async def test_a_second_worker_is_refused(agent: str, pool: PoolStub) -> None:
     """One worker at a time; the next may attach once the pool of the first is unmapped."""
     worker = MemoryWorker(agent)
-    async with worker.attach(pool.handshake()):
+    sentence = r"FAILED_PRECONDITION.*'worker-1' is attached; an agent serves one worker"
+    async with worker.attach(pool.handshake()) as stream:
         assert is_written_elsewhere(pool.arena.path)
-        with pytest.raises(AttachRefused, match=r"FAILED_PRECONDITION.*'worker-1' is attached"):
+        with pytest.raises(AttachRefused, match=sentence):
             async with worker.attach(pool.handshake(worker_id="worker-2")):
                 pass
+        request = await stream.request(2, 64, "RESIDENT")  # the first is as it was
+        with pytest.raises(AttachRefused, match=sentence):  # its draft leaves just now
+            async with worker.attach(pool.handshake("RELOADING", worker_id="worker-2")):
+                pass
+        await stream.done(request.request_id, "OFFLOADED")
     await is_detached(worker)
     assert not is_written_elsewhere(pool.arena.path)
     async with worker.attach(pool.handshake(worker_id="worker-2")):
         pass
     await is_detached(worker)
+
+
+async def test_a_worker_without_its_draft_goes_first(shm: Path) -> None:
+    """Left in a reload by an agent that died, it is not kept from the next by one in no need."""
+    first, second = PoolStub(shm), PoolStub(shm)
+    command, address = start_agent(shm, "agent.mid_load")
+    with command:
+        async with MemoryWorker(address).attach(first.handshake("RELOADING")) as stream:
+            with pytest.raises((EOFError, grpc.aio.AioRpcError)):
+                await stream.load()
+    command, address = start_agent(shm)
+    worker = MemoryWorker(address)
+    with command:
+        async with (
+            worker.attach(second.handshake(worker_id="worker-2")) as idle,
+            worker.attach(first.handshake("RELOADING")) as stream,
+        ):
+            assert await idle.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "'worker-1' needs its draft back" in await idle.call.details()
+            assert not is_written_elsewhere(second.arena.path)
+            assert (await stream.load()).ok
+            assert first.loaded()
+    first.close()
+    second.close()
+
+
+async def test_a_bad_pool_drives_nobody_out_for_long(shm: Path, pool: PoolStub) -> None:
+    """A place given up to a worker whose pool cannot be mapped is not given up again."""
+    command, address = start_agent(shm)
+    worker = MemoryWorker(address)
+    bad = pool.handshake("OFFLOADED", worker_id="worker-2", arena_path="/etc/passwd")
+    with command:
+        async with worker.attach(pool.handshake()) as stream:
+            with pytest.raises(AttachRefused, match="cannot be mapped"):
+                async with worker.attach(bad):
+                    pass
+            assert await stream.call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        async with worker.attach(pool.handshake()) as stream:
+            with pytest.raises(AttachRefused, match="'worker-1' is attached"):
+                async with worker.attach(bad):
+                    pass
+            await stream.press(50, 64, "RESIDENT")
+            await until(worker, lambda status: status.pressure.num_free_blocks == 50)
 
 
 @pytest.mark.parametrize(

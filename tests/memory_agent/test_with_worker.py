@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from memory_worker import MemoryWorker, PoolStub
 from processes import Command, eventually
 
 from nightjar.v1 import generation_pb2 as pb
@@ -27,6 +29,7 @@ LONG = [(f"and this one is called {i}", 210) for i in range(2)]
 class Worker:
     """A running worker, and where it expects its agent."""
 
+    command: Command
     folder: Path
     generation: Any
     workers: Any
@@ -68,6 +71,7 @@ def worker(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work
     with command, grpc.insecure_channel(address) as channel:
         command.shows("serving=True", timeout_s=120)
         worker = Worker(
+            command,
             folder,
             generation_pb2_grpc.GenerationServiceStub(channel),
             worker_grpc.WorkerServiceStub(channel),
@@ -83,6 +87,27 @@ def burst(worker: Worker, pool: ThreadPoolExecutor) -> list[Future[list[int]]]:
     """Ask everything at once, after the agent has attached."""
     eventually(lambda: worker.draft().agent_attached, "the agent attached")
     return [pool.submit(worker.ask, *request) for request in [*SHORT, *LONG]]
+
+
+async def test_an_agent_that_serves_another_is_waited_for(worker: Worker) -> None:
+    """Driven out and refused, the worker answers, tells why, logs it once, and attaches later."""
+    pool = PoolStub(worker.folder)
+    agent = MemoryWorker(f"unix:{worker.folder}/agent.sock")
+    with worker.agent():
+        await asyncio.to_thread(eventually, lambda: worker.draft().agent_attached, "attached")
+        async with agent.attach(pool.handshake("RELOADING")):
+            sentence = "worker 'worker-1' is attached; an agent serves one worker"
+            answer = await asyncio.to_thread(worker.ask, *LONG[0])
+            assert answer == worker.expected[len(SHORT)]
+            await asyncio.to_thread(
+                eventually, lambda: sentence in worker.draft().agent_reason, "the reason"
+            )
+            assert not worker.draft().agent_attached
+        await asyncio.to_thread(eventually, lambda: worker.draft().agent_attached, "attached again")
+        assert worker.draft().agent_reason == ""
+        assert worker.command.stderr.count(sentence) == 1
+    eventually(lambda: worker.draft().agent_reason not in ("", "connecting"), "the agent's end")
+    pool.close()
 
 
 def is_resident(worker: Worker) -> bool:

@@ -13,10 +13,14 @@ from nightjar.errors import Unavailable
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0
 CONNECT_TIMEOUT_S = 5.0
+CONNECTING = "connecting"  # before the first attempt has ended
 
 
 async def keep_open(
-    peer: str, address: str, serve: Callable[[grpc.aio.Channel], Awaitable[bool]]
+    peer: str,
+    address: str,
+    serve: Callable[[grpc.aio.Channel], Awaitable[bool]],
+    tell: Callable[[str], None],
 ) -> None:
     """Connect, `serve`, and start again when that ends or fails, until cancelled.
 
@@ -25,6 +29,7 @@ async def keep_open(
         address: Where it listens.
         serve: Uses a connected channel until the stream ends; returns whether the peer
             answered on it, which resets the pause before the next attempt.
+        tell: Hears why there is no stream, after each attempt.
     """
     backoff_s, told = FIRST_BACKOFF_S, ""
     while True:
@@ -39,7 +44,9 @@ async def keep_open(
         except (Unavailable, TimeoutError, asyncio.InvalidStateError) as error:
             sentence = str(error) or "no connection in time"
         except Exception as error:
+            sentence = f"{type(error).__name__}; see the worker's log"
             log.get().error(f"stream to the {peer} failed", address=address, exc_info=error)
+        tell(sentence)
         if sentence != told:  # not every two seconds while a peer is away
             told = sentence
             log.get().warning(f"no stream to the {peer}; trying on", address=address, why=sentence)

@@ -37,6 +37,8 @@ class WorkerState:
         self.tokenizer: Tokenizer | None = None
         self.planner_connected: Callable[[], bool] = lambda: False
         self.agent_attached: Callable[[], bool] = lambda: False
+        self.planner_reason: Callable[[], str] = str  # why there is none, if one is configured
+        self.agent_reason: Callable[[], str] = str
         self._longest_token = 0  # characters
         self._threads = ThreadPoolExecutor(2, "tokenize")
 
