@@ -47,7 +47,11 @@ class Gateway:
         identity = tls.server(config.tls_cert, config.tls_key, config.tls_client_ca)
         access = Access(self._keys)
         self._grpc = rpc.Server(
-            config.grpc_listen, [SERVICE_NAME], identity and identity.grpc, [GrpcGate(access)]
+            config.grpc_listen,
+            [SERVICE_NAME],
+            identity and identity.grpc,
+            [GrpcGate(access)],
+            flag="--grpc-listen",
         )
         self.registry = Registry(config, self._grpc.set_ready)
         policy = make_policy(config.routing, config.routing_load_factor)
@@ -88,8 +92,7 @@ class Gateway:
             await self._grpc.start()
         except ConfigError:
             await self._http.stop()
-            listen = self._config.grpc_listen
-            raise ConfigError(f"--grpc-listen={listen!r}: cannot bind; is it taken?") from None
+            raise
         await self._http.start()
         self.registry.start()
         if self._keys is not None:

@@ -183,10 +183,10 @@ def is_address(given: str) -> bool:
     return bool(host) and is_port and not host.startswith(("http://", "https://"))
 
 
-def _check_address(listen: str) -> None:
+def _check_address(flag: str, listen: str) -> None:
     if not is_address(listen):
         raise ConfigError(
-            f"--listen={listen!r}: must be HOST:PORT with a port from 0 to 65535, or unix:PATH"
+            f"{flag}={listen!r}: must be HOST:PORT with a port from 0 to 65535, or unix:PATH"
         )
 
 
@@ -203,7 +203,14 @@ class Server:
         service_names: Sequence[str],
         credentials: grpc.ServerCredentials | None = None,
         gates: Sequence[grpc.aio.ServerInterceptor] = (),
+        flag: str = "--listen",
     ) -> None:
+        """Bind nothing yet.
+
+        Raises:
+            ConfigError: The address is none; `flag` is what it was given by.
+        """
+        _check_address(flag, listen)
         self.grpc = grpc.aio.server(
             interceptors=[*gates, ErrorInterceptor()], options=SERVER_OPTIONS
         )
@@ -213,23 +220,24 @@ class Server:
         self._names = list(service_names)
         names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
-        self._listen = listen
+        self._listen, self._flag = listen, flag
         self.address = listen
 
     async def start(self) -> None:
         """Bind and serve.
 
         Raises:
-            ConfigError: The address is none, or cannot be bound.
+            ConfigError: The address cannot be bound.
         """
-        _check_address(self._listen)
         try:
             if self._credentials is not None:
                 port = self.grpc.add_secure_port(self._listen, self._credentials)
             else:
                 port = self.grpc.add_insecure_port(self._listen)
         except RuntimeError as error:
-            raise ConfigError(f"--listen={self._listen!r}: cannot bind; is it taken?") from error
+            raise ConfigError(
+                f"{self._flag}={self._listen!r}: cannot bind; is it taken?"
+            ) from error
         if not self._listen.startswith("unix:"):
             self.address = f"{self._listen.rpartition(':')[0]}:{port}"
         await self.grpc.start()

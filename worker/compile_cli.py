@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from nightjar.config import parse
 from worker.config import WorkerConfig
@@ -20,24 +19,18 @@ def main(argv: Sequence[str]) -> int:
         description="Build and cache the compiled forward of a model; takes about a minute. "
         "A worker with the same model, dtype and threads then starts with it.",
     )
+    from worker.engine.limits import check_config
     from worker.model.build import compile_build
-    from worker.model.fetch import default_draft, resolve_model
+    from worker.model.folders import check_folders, folders_of
 
+    check_config(config)
+    check_folders(config)
     began = time.monotonic()
 
     def progress(stage: str, detail: str) -> None:
         print(f"[{time.monotonic() - began:6.1f} s] {stage}: {detail}", file=sys.stderr, flush=True)
 
-    cache_dir = Path(config.cache_dir or Path.home() / ".cache" / "nightjar")
-    needs_weights = config.load_format != "dummy"
-    target = resolve_model(config.model, cache_dir, progress, needs_weights=needs_weights)
-    draft: Path | None = None
-    if config.proposer == "draft_model":
-        draft = (
-            resolve_model(config.draft, cache_dir, progress, needs_weights=needs_weights)
-            if config.draft
-            else default_draft(config.model)
-        )
+    target, draft = folders_of(config, progress)
     arithmetic = compile_build(config, target, draft, progress)
     print(f"compiled build ready in {time.monotonic() - began:.0f} s, arithmetic {arithmetic}")
     return 0

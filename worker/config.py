@@ -51,10 +51,15 @@ class WorkerConfig:
         "auto",
         "forward to run; auto compiles on a GPU, and on a CPU takes a cached build if there is one",
     )
-    num_threads: int = at_least(0, 0, "threads of the engine; 0 takes the cores it may use")
+    num_threads: int = option(
+        0,
+        "threads of the engine; 0 takes the cores it may use",
+        check=lambda n: 0 <= n <= 1024,
+        limit="0 to 1024",
+    )
     max_model_len: int = option(
         0,
-        "tokens of prompt and answer; 0 takes min(model's, 2048)",
+        "tokens of prompt and answer; 0 takes min(model's, 2048, the pool's)",
         check=lambda n: n == 0 or n >= 2,
         limit="at least 2, or 0",
     )

@@ -12,7 +12,8 @@ from typing import Any
 from nightjar import log, rpc, tls
 from nightjar.config import parse, to_argv
 from nightjar.v1 import generation_pb2_grpc, worker_pb2_grpc
-from worker.config import WorkerConfig, check_shm_dir
+from worker.config import WorkerConfig
+from worker.front.checks import check_flags
 from worker.front.engine_client import EngineClient
 from worker.front.engine_process import engine_command, remove_left_files
 from worker.front.reconnect import first_of
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="nightjar worker",
         description="Serve one model: a front for gRPC and an engine process for the step loop.",
     )
-    check_shm_dir(config.shm_dir)  # now, not once the model is loaded
+    check_flags(config)
     log.configure("worker")
     return asyncio.run(serve(config, engine_command(to_argv(config))))
 

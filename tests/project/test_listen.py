@@ -14,7 +14,9 @@ from nightjar.rpc import Server
 async def test_an_address_that_is_none_is_refused(listen: str) -> None:
     """The sentence names the flag and the value; nothing is bound elsewhere instead."""
     with pytest.raises(ConfigError, match=r"--listen=.*HOST:PORT"):
-        await Server(listen, []).start()
+        Server(listen, [])
+    with pytest.raises(ConfigError, match=r"--grpc-listen=.*HOST:PORT"):
+        Server(listen, [], flag="--grpc-listen")
 
 
 async def test_port_0_takes_a_free_one() -> None:

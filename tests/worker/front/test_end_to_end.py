@@ -114,11 +114,13 @@ def test_a_killed_front_takes_its_engine_along(tiny: Any, tmp_path: Path) -> Non
         assert shared_memory_files(worker.shm) == []
 
 
-def test_a_model_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_had_ends_the_start(tmp_path: Path) -> None:
     """The engine's ConfigError is the worker's: exit status 2 and a sentence that names it."""
+    flags = ("--model=no/such-model", "--proposer=none", f"--cache-dir={tmp_path}")
     with Command(
-        "-m", "worker.main", f"--listen=unix:{tmp_path}/w.sock", "--model=/no/such/model"
-    ) as command:
+        "-m", "worker.main", f"--listen=unix:{tmp_path}/w.sock", *flags,
+        environ={"HF_HUB_OFFLINE": "1"},
+    ) as command:  # fmt: skip
         assert command.wait() == 2
-        assert "/no/such/model" in command.stderr
+        assert "model 'no/such-model': the Hub cannot be reached" in command.stderr
         assert "Traceback" not in command.stderr

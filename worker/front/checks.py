@@ -1,0 +1,36 @@
+"""What can be held against a worker's flags before it opens a port and starts an engine."""
+
+from __future__ import annotations
+
+import tempfile
+
+from nightjar.errors import ConfigError
+from nightjar.rpc import is_address
+from worker.config import WorkerConfig, check_shm_dir
+from worker.engine.limits import check_config
+from worker.model.folders import check_folders
+
+
+def check_flags(config: WorkerConfig) -> None:
+    """Refuse flags that are wrong whatever torch, the GPU and the network say.
+
+    Raises:
+        ConfigError: Names the flag, its value and what would do.
+    """
+    check_config(config)
+    for flag, address in (("--planner", config.planner), ("--memory-agent", config.memory_agent)):
+        if address and not is_address(address):
+            raise ConfigError(f"{flag}={address!r}: must be HOST:PORT or unix:PATH")
+    check_shm_dir(config.shm_dir)
+    if config.proposer == "draft_model":  # then the pool lies there
+        _check_room(config.shm_dir)
+    check_folders(config)
+
+
+def _check_room(shm_dir: str) -> None:
+    try:
+        tempfile.TemporaryFile(dir=shm_dir).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--shm-dir={shm_dir!r}: no file can be made there: {error.strerror}"
+        ) from None
