@@ -19,8 +19,10 @@ class PlannerConfig:
         "HOST:PORT/NAME; empty keeps what is learned in memory only",
     )
     policy: str = option("nightjar", "policy to begin with, where the store has no version yet")
-    policy_parameters: tuple[str, ...] = option(
-        (), "its parameters, as NAME=VALUE,NAME=VALUE; `nightjar policy list` shows them"
+    policy_parameters: str = option(
+        "",
+        "its parameters, as NAME=VALUE,NAME=VALUE; a comma that no NAME= follows belongs to the "
+        "value, as in preset=custom,ranges=1-64:3,65-128:1; `nightjar policy list` shows them",
     )
     gamma_max: int = option(
         5,

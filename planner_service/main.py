@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from planner_service.sync import Sync
 from planner_service.versions import EVERYONE, Book
 
 GC_THRESHOLD = 50_000  # allocations between collections; hardly any of them makes a cycle
+
+_NEXT_PAIR = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
 
 DESCRIPTION = """Run the planner: it learns how many draft tokens pay off and tells the workers.
 
@@ -116,18 +119,33 @@ async def _run(
             raise result
 
 
+def read_parameters(text: str) -> dict[str, str]:
+    """NAME=VALUE,NAME=VALUE as a dictionary; commas that no NAME= follows are the value's.
+
+    Raises:
+        ConfigError: A part is no such pair, or a name comes twice.
+    """
+    given: dict[str, str] = {}
+    for pair in _NEXT_PAIR.split(text) if text.strip() else ():
+        name, separator, value = (part.strip() for part in pair.partition("="))
+        if not separator or not name.isidentifier():
+            raise ConfigError(
+                f"--policy-parameters={text!r}: must be NAME=VALUE,NAME=VALUE, "
+                "for example preset=custom,ranges=1-64:3,65-128:1"
+            )
+        if name in given:
+            raise ConfigError(f"--policy-parameters={text!r}: {name} is given twice")
+        given[name] = value
+    return given
+
+
 def first_book(config: PlannerConfig, planner: Planner) -> Book:
     """The versions of a store that has none yet.
 
     Raises:
         ConfigError: The policy or a parameter is wrong.
     """
-    given = {}
-    for pair in config.policy_parameters:
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise ConfigError(f"--policy-parameters={pair!r}: must be NAME=VALUE")
-        given[name] = value
+    given = read_parameters(config.policy_parameters)
     spec = planner.registry.get(config.policy)
     if spec is not None and any(parameter.name == "gamma_max" for parameter in spec.parameters):
         given.setdefault("gamma_max", str(config.gamma_max))

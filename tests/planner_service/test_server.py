@@ -451,11 +451,34 @@ async def test_without_any_version_left_the_answer_is_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize(
+    ("policy", "text", "expected"),
+    [
+        ("fixed", "", {"gamma": "3"}),
+        ("fixed", "gamma=2", {"gamma": "2"}),
+        ("table", "preset=custom,ranges=1-64:3,65-128:1", {"ranges": "1-64:3,65-128:1"}),
+        ("table", "ranges=1-64:3, 65-128:1 , preset=custom", {"ranges": "1-64:3, 65-128:1"}),
+        ("ema_tiers", "tiers=1:1/3,33:0/1,alpha=0.5", {"tiers": "1:1/3,33:0/1", "alpha": "0.5"}),
+    ],
+)
+async def test_first_parameters_may_hold_commas(
+    policy: str, text: str, expected: dict[str, str]
+) -> None:
+    """Lists can be said: a comma that no NAME= follows is the value's."""
+    async with running_planner(policy=policy, policy_parameters=text) as stub:
+        (version,) = (await stub.ListPolicies(pb.ListPoliciesRequest())).versions
+        assert version.name == policy
+        assert expected.items() <= dict(version.parameters).items()
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"policy": "nope"}, "unknown policy"),
-        ({"policy": "fixed", "policy_parameters": ("gamma=9",)}, "gamma"),
-        ({"policy": "fixed", "policy_parameters": ("gamma",)}, "NAME=VALUE"),
+        ({"policy": "fixed", "policy_parameters": "gamma=9"}, "gamma"),
+        ({"policy": "fixed", "policy_parameters": "gamma"}, "NAME=VALUE,NAME=VALUE"),
+        ({"policy": "fixed", "policy_parameters": "=2"}, "NAME=VALUE,NAME=VALUE"),
+        ({"policy": "fixed", "policy_parameters": "gamma=1,gamma=2"}, "gamma is given twice"),
+        ({"policy": "table", "policy_parameters": "preset=custom,ranges=1-4"}, "first-last:gamma"),
         ({"store": "nonsense"}, "--store"),
     ],
 )
