@@ -52,6 +52,7 @@ from paper.design import (
     MAX_GAMMA,
     OFF,
     OPEN_ARMS,
+    REHEARSAL,
     TINY,
     TRACES,
     Design,
@@ -114,7 +115,7 @@ def _run(options: argparse.Namespace) -> int:
         "max_gamma": MAX_GAMMA,
         "engine_key": [*design.flags, *options.flag],
         "slices": [],
-        "record": {"steps": [], "classes": {}, "lengths": []},
+        "record": {"steps": [], "places": {}},
         "left_out": [],
     }
     measure(options, results, file)
@@ -150,6 +151,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     add = run.add_argument
     add("--out", required=True, help="folder of run-NNN.json, one a run")
     add("--tiny", action="store_true", help="a tiny model on the CPU, everything small")
+    add("--rehearse", action="store_true", help="the given pair on the CPU, everything small")
     add("--model", default="", help="target, as of `nightjar worker`")
     add("--draft", default="", help="its draft")
     add("--spec-bench", default="", help="Spec-Bench's question.jsonl")
@@ -175,7 +177,13 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 
 def _completed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
     """The options of a run, with what follows from them."""
-    design = options.design = TINY if options.tiny else DESIGN
+    if options.tiny and options.rehearse:
+        parser.error("--rehearse takes a real pair: not with --tiny")
+    design = options.design = TINY if options.tiny else REHEARSAL if options.rehearse else DESIGN
+    fixed = {flag.partition("=")[0] for flag in design.flags}
+    for flag in options.flag:
+        if flag.partition("=")[0] in fixed and not design.rehearsal:
+            parser.error(f"--flag {flag}: the design fixes it; --rehearse lets it be changed")
     if options.tiny:
         root = Path(tempfile.mkdtemp(prefix="paper-"))
         options.model = str(shapes.TINY_TARGET.write(root))

@@ -42,6 +42,7 @@ ELASTIC_TRACE = "poisson 1.2"
 class Design:
     """Sizes and seeds of all sections."""
 
+    rehearsal: bool = False  # it proves the program with a real pair, and measures nothing
     seed: int = 20_261_130
     temperature: float = 0.8
     cells: tuple[int, ...] = (1, 8, 32, 64, 128)  # rows of the closed loops
@@ -69,8 +70,9 @@ class Design:
 
 
 DESIGN = Design()
-# The same sections in seconds on a CPU: it proves the program, and measures nothing.
+# The same sections in seconds on a CPU, of random weights.
 TINY = Design(
+    rehearsal=True,
     cells=(1, 2),
     max_tokens=12,
     max_prompt=48,
@@ -88,6 +90,28 @@ TINY = Design(
         "build=eager",
         "arithmetic=free",
         "kv-mb=64",
+    ),
+)
+# The same in minutes on a CPU, of a real pair: small enough that text and acceptance are real.
+REHEARSAL = Design(
+    rehearsal=True,
+    cells=(1, 4, 12),
+    max_tokens=48,
+    max_prompt=128,
+    max_model_len=192,
+    slice_s=3.0,
+    trace_s=5.0,
+    closed_passes=2,
+    open_passes=2,
+    capped_kv_tokens=1024,
+    capped_num_seqs=24,
+    flags=(
+        "device=cpu",
+        "dtype=float32",
+        "num-threads=2",
+        "build=eager",
+        "kv-mb=256",
+        "max-num-batched-tokens=256",
     ),
 )
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from worker.engine.plan import StepResult
+from worker.engine.plan import StepResult, caught_up
 
 KV_BIN = 4096  # tokens
-MAX_LENGTHS = 4000  # requests whose lengths are kept
+MAX_LENGTHS = 2000  # requests of a cell whose lengths are kept
+_NAMES = ("rows", "gamma", "kv_bin", "prefill_bin")
 _NUMBERS = (
     "num_steps",
     "step_us",
@@ -18,87 +18,111 @@ _NUMBERS = (
     "emitted",
     "catch_up_us",
     "catch_up_tokens",
-    "catch_up_steps",
     "draft_prefill_us",
+    "draft_prefill_tokens",
+    "catch_up_steps",  # that caught up with anything
+    "gap_us",  # between steps, of a closed loop alone
+    "gap_steps",
 )
+Place = dict[str, Any]
 
 
 class Recorder:
-    """Sums by (rows, gamma, KV tokens, prefill tokens), and acceptance by prompt class."""
+    """Sums by (rows, gamma, KV tokens, prefill tokens); acceptance and lengths by cell and class.
+
+    A step without decode rows has 0 rows.
+    """
 
     def __init__(self) -> None:
-        self.steps: dict[tuple[int, int, int, int], list[int]] = {}
-        self.classes: dict[str, dict[str, list[int]]] = defaultdict(
-            lambda: {"reached": [0] * 8, "accepted": [0] * 8}
-        )
-        self.lengths: list[tuple[str, int, int]] = []  # class, prompt and answer tokens
+        self.steps: dict[tuple[int, ...], list[int]] = {}
+        self.places: dict[str, Place] = {}
 
-    def ended(self, category: str, num_prompt: int, num_answer: int) -> None:
-        """Note the lengths of a request that ended."""
-        if len(self.lengths) < MAX_LENGTHS:
-            self.lengths.append((category, num_prompt, num_answer))
+    def asked(
+        self, place: str, category: str, num_prompt: int, num_answer: int, *, ended: bool
+    ) -> None:
+        """Note the lengths of a request; of one that was cut they are the least."""
+        lengths = _place(self.places, place)["lengths"]
+        if len(lengths) < MAX_LENGTHS:
+            lengths.append((category, num_prompt, num_answer, ended))
 
-    def add(self, done: StepResult, category_of: Mapping[int, str]) -> None:
-        """Add a step that has retired."""
+    def add(
+        self, place: str, done: StepResult, category_of: Mapping[int, str], gap_us: float | None
+    ) -> None:
+        """Add a step that has retired, and the time that passed before it without a step."""
         plan, context = done.plan, done.plan.context
-        if context is None or not plan.num_decode_rows:
-            return
-        prefill = context.num_prefill_tokens
-        key = (
-            context.batch_size,
-            plan.gamma,
-            context.num_kv_tokens // KV_BIN,
-            0 if not prefill else prefill.bit_length(),
-        )
-        sums = self.steps.setdefault(key, [0] * len(_NUMBERS))
+        rows = plan.rows[: plan.num_decode_rows]
+        prefill = sum(row.num_tokens for row in plan.rows[plan.num_decode_rows :])
+        kv_tokens = context.num_kv_tokens if context is not None else 0
+        num_prompt, num_emitted = caught_up(rows)
         values = (
             1,
             done.step_us,
-            context.num_kv_tokens,
+            kv_tokens,
             prefill,
             done.num_emitted,
             done.catch_up_us,
             done.num_catch_up_tokens,
-            done.num_catch_up_tokens > 0,
             done.draft_prefill_us,
+            num_prompt,
+            num_prompt + num_emitted > 0,
+            0 if gap_us is None else round(gap_us),
+            gap_us is not None,
         )
+        key = (len(rows), plan.gamma, kv_tokens // KV_BIN, prefill.bit_length())
+        sums = self.steps.setdefault(key, [0] * len(_NUMBERS))
         for index, value in enumerate(values):
             sums[index] += value
+        classes = _place(self.places, place)["classes"]
         for row, result in zip(plan.rows, done.rows, strict=True):
             if result.num_drafts:
-                own = self.classes[category_of.get(row.sequence.request_id, "")]
-                for position in range(result.num_drafts):
-                    if position > result.num_accepted:
-                        break
+                own = _counts(classes, category_of.get(row.sequence.request_id, ""))
+                for position in range(min(result.num_drafts, result.num_accepted + 1)):
                     own["reached"][position] += 1
                     own["accepted"][position] += position < result.num_accepted
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         rows = [
-            {"rows": rows, "gamma": gamma, "kv_bin": kv, "prefill_bin": prefill}
-            | dict(zip(_NUMBERS, sums, strict=True))
-            for (rows, gamma, kv, prefill), sums in sorted(self.steps.items())
+            dict(zip(_NAMES, key, strict=True)) | dict(zip(_NUMBERS, sums, strict=True))
+            for key, sums in sorted(self.steps.items())
         ]
-        return {"steps": rows, "classes": dict(self.classes), "lengths": self.lengths}
+        return {"steps": rows, "places": self.places}
+
+
+def _place(places: dict[str, Place], name: str) -> Place:
+    return places.setdefault(name, {"classes": {}, "lengths": []})
+
+
+def _counts(classes: dict[str, dict[str, list[int]]], category: str) -> dict[str, list[int]]:
+    return classes.setdefault(category, {"reached": [0] * 8, "accepted": [0] * 8})
 
 
 def pooled(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Sums of several runs' records."""
     steps: dict[tuple[int, ...], dict[str, int]] = {}
-    classes: dict[str, dict[str, list[int]]] = {}
-    lengths: list[tuple[str, int, int]] = []
+    places: dict[str, Place] = {}
     for record in records:
         for row in record["steps"]:
-            key = (row["rows"], row["gamma"], row["kv_bin"], row["prefill_bin"])
-            held = steps.setdefault(key, dict.fromkeys(_NUMBERS, 0))
+            held = steps.setdefault(tuple(row[name] for name in _NAMES), dict.fromkeys(_NUMBERS, 0))
             for name in _NUMBERS:
                 held[name] += row[name]
-        for category, counts in record["classes"].items():
-            own = classes.setdefault(category, {"reached": [0] * 8, "accepted": [0] * 8})
-            for name in own:
-                own[name] = [a + b for a, b in zip(own[name], counts[name], strict=True)]
-        lengths += [(name, prompt, answer) for name, prompt, answer in record["lengths"]]
-    names = ("rows", "gamma", "kv_bin", "prefill_bin")
-    rows = [dict(zip(names, key, strict=True)) | sums for key, sums in sorted(steps.items())]
-    return {"steps": rows, "classes": classes, "lengths": lengths}
+        for name, place in record["places"].items():
+            _add(_place(places, name), place)
+    rows = [dict(zip(_NAMES, key, strict=True)) | sums for key, sums in sorted(steps.items())]
+    return {"steps": rows, "places": places}
+
+
+def together(places: Iterable[Place]) -> Place:
+    """Several cells as one."""
+    whole: Place = {"classes": {}, "lengths": []}
+    for place in places:
+        _add(whole, place)
+    return whole
+
+
+def _add(own: Place, other: Mapping[str, Any]) -> None:
+    for category, counts in other["classes"].items():
+        held = _counts(own["classes"], category)
+        for name in held:
+            held[name] = [a + b for a, b in zip(held[name], counts[name], strict=True)]
+    own["lengths"] += other["lengths"]

@@ -6,28 +6,33 @@ figure counts only where the simulator also meets the figures that were measured
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paper.record import Place, together
 from paper.stats import mean
 from planner_service.context import MAX_GAMMA
 from planner_service.simulate.acceptance import Acceptance, RequestClass
 from planner_service.simulate.arrivals import Arrivals, TraceLengths
 from planner_service.simulate.batch import make
 from planner_service.simulate.cost import MIN_STEP_US, CostTable
-from planner_service.simulate.run import Result, Scenario, simulate
+from planner_service.simulate.run import Scenario, start
+from planner_service.simulate.worker import Worker
 
 TOLERANCE = 0.05  # of a measured cell
-NUM_STEPS = 4000  # of a closed loop; the second half counts, as slices do after a warm-up
-MAX_STEPS = 200_000  # of a trace
+SOME_STEPS = 500  # that a closed loop runs before its clock is looked at again
+MAX_STEPS = 400_000  # of all traces of an arm
+APART_S = 600.0  # between two traces: drained by then
 SEEDS = (0, 1, 2)
 MIN_SLOPE_POINTS = 4
+NUM_LENGTHS = 2000
 Record = Mapping[str, Any]
+Floats = NDArray[np.float64]
 
 
 class NotEnough(Exception):
@@ -35,116 +40,156 @@ class NotEnough(Exception):
 
 
 def cost_table(record: Record, cells: Sequence[int], max_gamma: int) -> CostTable:
-    """A table of step times at the measured batch sizes.
+    """A table of step times at the measured batch sizes, gaps between steps included.
+
+    Least squares over all steps at or just below a cell's rows: in a closed loop with many rows
+    hardly a step has them all, and none that has also computes a prompt.
 
     Raises:
         NotEnough: A batch size was not measured at every gamma.
     """
-    rows = [row for row in record["steps"] if row["rows"] in cells]
-    pure = [row for row in rows if not row["prefill_bin"]]
-    target, draft = _kv_slopes(pure)
-    sums: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for row in pure:
-        own = np.array([row["num_steps"], row["step_us"], row["kv_tokens"]], float)
-        key = (row["rows"], row["gamma"])
-        sums[key] = sums.get(key, np.zeros(3)) + own
+    rows = [row for row in record["steps"] if any(_is_near(row["rows"], cell) for cell in cells)]
     wanted = [(size, gamma) for size in cells for gamma in range(max_gamma + 1)]
-    missing = [
-        f"{size} rows at gamma {gamma}" for size, gamma in wanted if (size, gamma) not in sums
-    ]
+    known = {(cell, row["gamma"]) for row in rows for cell in cells if _is_near(row["rows"], cell)}
+    missing = [f"{cell[0]} rows at gamma {cell[1]}" for cell in wanted if cell not in known]
     if missing:
         raise NotEnough(f"no steps of {', '.join(missing)}")
-    num_steps = sum(float(sums[key][0]) for key in wanted)
-    context = round(sum(float(sums[key][2]) / key[0] for key in wanted) / num_steps)
-    table = []
-    for size in cells:
-        row_us = []
-        for gamma in range(max_gamma + 1):
-            num, us, kv = sums[size, gamma]
-            beyond = context * size - kv / num
-            row_us.append(max(MIN_STEP_US, us / num + (target + gamma * draft) * beyond))
-        table.append(tuple(row_us))
+    drafting = [row for row in rows if row["gamma"] <= max_gamma]
+    num = np.array([row["num_steps"] for row in drafting], float)
+    decoding = np.array([row["rows"] for row in drafting], float)
+    gammas = np.array([row["gamma"] for row in drafting])
+    kv = np.array([row["kv_tokens"] for row in drafting]) / num
+    context = round(float((kv / decoding * num).sum() / num.sum()))
+    us = np.array([row["step_us"] / row["num_steps"] + _gap_us(row) for row in drafting])
+    left = np.zeros((len(drafting), len(wanted) + 3))
+    for at in range(len(cells)):
+        share = np.interp(decoding, cells, np.eye(len(cells))[at])
+        left[np.arange(len(drafting)), at * (max_gamma + 1) + gammas] += share
+    beyond = kv - context * decoding
+    left[:, -3], left[:, -2] = beyond / 1000, gammas * beyond / 1000
+    left[:, -1] = np.array([row["prefill_tokens"] for row in drafting]) / num
+    bins = {(row["rows"], row["gamma"], row["kv_bin"]) for row in drafting}
+    has_slopes = len(bins) >= len({bin[:2] for bin in bins}) + MIN_SLOPE_POINTS
+    found = _least_squares(left, us, num, num_cells=len(wanted), has_slopes=has_slopes)
+    table = np.maximum(found[: len(wanted)].reshape(len(cells), -1), MIN_STEP_US)
     per_step, per_token = _catch_up(record["steps"])
-    found = CostTable(
+    prefill = float(found[-1]) or _pure_prefill(record["steps"], float(table[0, 0]))
+    return CostTable(
         name="measured",
         source="benchmarks/paper.py run",
         context=context,
         batch_sizes=tuple(cells),
-        step_us=tuple(table),
+        step_us=tuple(tuple(row.tolist()) for row in table),
         # One more draft, not verified, costs at most what the cheapest further gamma does.
-        draft_step_us=tuple(max(0.0, min(np.diff(row_us))) for row_us in table),
-        kv_us_per_1000_tokens=target * 1000,
-        draft_kv_us_per_1000_tokens=draft * 1000,
+        draft_step_us=tuple(max(0.0, float(np.diff(row).min())) for row in table),
+        kv_us_per_1000_tokens=float(found[-3]),
+        draft_kv_us_per_1000_tokens=float(found[-2]),
         catch_up_us=per_step,
         catch_up_us_per_token=per_token,
         catch_up_us_per_row=0.0,
-        prefill_us_per_token=0.0,
+        prefill_us_per_token=prefill,
     )
-    return _with_prefill(found, rows)
 
 
-def _kv_slopes(rows: Sequence[Record]) -> tuple[float, float]:
-    """Microseconds per KV token of a step, and more for each of its drafts; 0 where unknown.
+def _is_near(rows: int, cell: int) -> bool:
+    return 0 < rows <= cell and rows >= cell - max(1, cell // 16)
 
-    Least squares over the KV bins of each batch size and gamma, each about its own mean.
-    """
-    groups: dict[tuple[int, int], list[Record]] = {}
-    for row in rows:
-        groups.setdefault((row["rows"], row["gamma"]), []).append(row)
-    left, right, weights = [], [], []
-    for (_, gamma), own in groups.items():
-        num = np.array([row["num_steps"] for row in own], float)
-        us = np.array([row["step_us"] for row in own]) / num
-        kv = np.array([row["kv_tokens"] for row in own]) / num
-        us, kv = us - np.average(us, weights=num), kv - np.average(kv, weights=num)
-        left += [(one, one * gamma) for one in kv]
-        right += us.tolist()
-        weights += num.tolist()
-    if len(right) < len(groups) + MIN_SLOPE_POINTS:
-        return 0.0, 0.0
-    root = np.sqrt(np.array(weights))[:, None]
-    found, *_ = np.linalg.lstsq(np.array(left) * root, np.array(right) * root[:, 0], rcond=None)
-    return max(0.0, float(found[0])), max(0.0, float(found[1]))
+
+def _gap_us(row: Record) -> float:
+    return float(row["gap_us"] / row["gap_steps"]) if row["gap_steps"] else 0.0
+
+
+def _least_squares(
+    left: Floats, right: Floats, weights: Floats, *, num_cells: int, has_slopes: bool
+) -> Floats:
+    """Solution whose last three, the slopes, are not negative; 0 where nothing shows them."""
+    used = list(range(left.shape[1] if has_slopes else num_cells))
+    if not has_slopes:
+        used.append(left.shape[1] - 1)
+    root = np.sqrt(weights)
+    while True:
+        used = [i for i in used if left[:, i].any()]
+        solved, *_ = np.linalg.lstsq(left[:, used] * root[:, None], right * root, rcond=None)
+        negative = [i for i, value in zip(used, solved, strict=True) if i >= num_cells > 0 > value]
+        if not negative:
+            found = np.zeros(left.shape[1])
+            found[used] = solved
+            return found
+        used.remove(negative[0])
+
+
+def _pure_prefill(rows: Sequence[Record], plain_us: float) -> float:
+    """Microseconds a prompt's token, from steps that did nothing else."""
+    own = [row for row in rows if not row["rows"]]
+    num_tokens = sum(row["prefill_tokens"] for row in own)
+    us = sum(row["step_us"] - row["num_steps"] * plain_us for row in own)
+    return max(0.0, us / num_tokens) if num_tokens else 0.0
 
 
 def _catch_up(rows: Sequence[Record]) -> tuple[float, float]:
-    """Microseconds of catching up: of a step that does, and per token of it."""
+    """Microseconds of catching up, prompts included: of a step that does, and per token of it."""
     own = [row for row in rows if row["catch_up_steps"]]
     if not own:
         return 0.0, 0.0
-    left = np.array([(row["catch_up_steps"], row["catch_up_tokens"]) for row in own], float)
-    right = np.array([row["catch_up_us"] for row in own], float)
-    per_step, per_token = np.linalg.lstsq(left, right, rcond=None)[0]
-    if per_step < 0 or per_token < 0:
+    left = np.array(
+        [
+            (row["catch_up_steps"], row["catch_up_tokens"] + row["draft_prefill_tokens"])
+            for row in own
+        ],
+        float,
+    )
+    right = np.array([row["catch_up_us"] + row["draft_prefill_us"] for row in own], float)
+    weights = 1 / np.sqrt(left[:, 0])  # sums of so many steps
+    solved = np.linalg.lstsq(left * weights[:, None], right * weights, rcond=None)[0]
+    per_step, per_token = map(float, solved)
+    if per_step < 0:
         return 0.0, float(right.sum() / left[:, 1].sum())
-    return float(per_step), float(per_token)
+    if per_token < 0:
+        return float(right.sum() / left[:, 0].sum()), 0.0
+    return per_step, per_token
 
 
-def _with_prefill(table: CostTable, rows: Sequence[Record]) -> CostTable:
-    """The table with what a prompt's token adds to a step, from the steps that had some."""
-    us, tokens = 0.0, 0
-    for row in rows:
-        if row["prefill_bin"]:
-            num = row["num_steps"]
-            kv = np.array([row["kv_tokens"] // num])
-            plain = table.steps_us(np.array([row["rows"]]), kv)[0, row["gamma"]]
-            us += row["step_us"] - num * float(plain)
-            tokens += row["prefill_tokens"]
-    return replace(table, prefill_us_per_token=max(0.0, us / tokens)) if tokens else table
+def whole_lengths(place: Place) -> list[tuple[str, int, int]]:
+    """Class, prompt and answer tokens as they would be had no request been cut.
+
+    Short answers end within a slice more often than long ones. So one that was cut stands for
+    those that are longer (Efron's redistribution to the right, of Kaplan and Meier's estimate);
+    drawn evenly by weight.
+    """
+    ordered = sorted(place["lengths"], key=lambda found: (found[2], not found[3]))
+    found, weights, weight = [], [], 1.0
+    for at, (category, prompt, answer, ended) in enumerate(ordered):
+        left = len(ordered) - at - 1
+        if ended or not left:
+            found.append((category, prompt, max(1, answer)))
+            weights.append(weight)
+        else:
+            weight *= 1 + 1 / left
+    if not found:
+        return []
+    ends = np.cumsum(weights)
+    at = np.searchsorted(ends, (np.arange(NUM_LENGTHS) + 0.5) / NUM_LENGTHS * ends[-1])
+    drawn = [found[i] for i in at]
+    random.Random(0).shuffle(drawn)
+    return drawn
 
 
-def acceptance(record: Record) -> Acceptance:
-    """Classes with their measured acceptance, in the shares that their requests had.
+def acceptance(place: Place, lengths: Sequence[tuple[str, int, int]]) -> Acceptance:
+    """Classes with their measured acceptance, in the shares that their tokens had.
+
+    Of tokens, not requests: the simulator draws lengths whatever the class.
 
     Raises:
         NotEnough: Nothing was drafted.
     """
-    count = Counter(name for name, _, _ in record["lengths"])
+    tokens: Counter[str] = Counter()
+    for name, _, answer in lengths:
+        tokens[name] += answer
     classes, shares = [], []
-    for name, counts in sorted(record["classes"].items()):
-        if count[name] and counts["reached"][0]:
+    for name, counts in sorted(place["classes"].items()):
+        if tokens[name] and counts["reached"][0]:
             classes.append(_class(name, counts))
-            shares.append(count[name])
+            shares.append(tokens[name])
     if not classes:
         raise NotEnough("no drafts of any class")
     total = sum(shares)
@@ -171,50 +216,94 @@ def _class(name: str, counts: Mapping[str, Sequence[int]]) -> RequestClass:
 class Replay:
     """The simulator with the runs' own costs, acceptance, lengths and arrivals."""
 
-    def __init__(self, record: Record, cells: Sequence[int], max_gamma: int, pool: int) -> None:
+    def __init__(
+        self,
+        record: Record,
+        cells: Sequence[int],
+        max_gamma: int,
+        pool: int,
+        *,
+        warm_s: float,
+        end_s: float,
+    ) -> None:
         """Fit.
+
+        Args:
+            record: Of all runs.
+            cells: Rows of closed loops.
+            max_gamma: The engine's.
+            pool: Its KV tokens.
+            warm_s: Seconds of a closed loop that do not count, as of the measured ones.
+            end_s: Seconds at which it ends.
 
         Raises:
             NotEnough: The record lacks something.
         """
         self.table = cost_table(record, cells, max_gamma)
-        self._acceptance = acceptance(record)
-        pairs = [(prompt, max(1, answer)) for _, prompt, answer in record["lengths"]]
-        self._lengths = TraceLengths("the runs", [p for p, _ in pairs], [a for _, a in pairs])
+        self._places: dict[str, Place] = record["places"]
+        self._all = together(self._places.values())
+        self._texts: dict[str, tuple[Acceptance, TraceLengths]] = {}
+        self._text("")  # raises where there is nothing
         self._known: dict[tuple[str, object], float] = {}
-        self._max_gamma, self._pool = max_gamma, max(pool, 2 * self._lengths.most)
+        self._max_gamma, self._pool = max_gamma, pool
+        self._warm_s, self._end_s = warm_s, end_s
 
     def closed(self, arm: str, rows: int) -> float:
-        """Tokens per second of a closed loop, once it has settled."""
+        """Tokens per second of decode rows in a closed loop, as long as the measured ones ran."""
         if (arm, rows) not in self._known:
-            arrivals = Arrivals(kind="closed", rows=rows, lengths=self._lengths)
-            rates = [_settled(self._run(arm, arrivals, seed, NUM_STEPS)) for seed in SEEDS]
+            rates = []
+            for seed in SEEDS:
+                worker = self._start(arm, f"closed {rows}", seed, kind="closed", rows=rows)
+                while worker.now < self._end_s:
+                    worker.run(len(worker.steps) + SOME_STEPS)
+                ends = np.array([step.seconds for step in worker.steps])
+                emitted = np.array([step.num_emitted for step in worker.steps])
+                counts = (ends > self._warm_s) & (ends <= self._end_s)
+                rates.append(float(emitted[counts].sum()) / (self._end_s - self._warm_s))
             self._known[arm, rows] = mean(rates)
         return self._known[arm, rows]
 
-    def trace(self, arm: str, times: Sequence[float]) -> float:
-        """Mean seconds from arrival to the last token of a trace's requests."""
-        key = arm, tuple(times)
-        if key not in self._known:
-            arrivals = Arrivals(kind="azure", trace=tuple(times), lengths=self._lengths)
-            runs = [self._run(arm, arrivals, seed, MAX_STEPS) for seed in SEEDS]
-            self._known[key] = mean([float(run.latency_s.mean()) for run in runs])
-        return self._known[key]
+    def trace(self, arm: str, name: str, passes: Sequence[Sequence[float]]) -> float:
+        """Mean seconds from arrival to the last token over a trace's passes.
 
-    def _run(self, arm: str, arrivals: Arrivals, seed: int, num_steps: int) -> Result:
+        Of the first pass a third comes once before, and does not count.
+        """
+        if (arm, name) not in self._known:
+            warm = passes[0][: max(1, len(passes[0]) // 3)]
+            every = [warm, *passes]
+            times = [at + n * APART_S for n, own in enumerate(every) for at in own]
+            waits = []
+            arrivals = {"kind": "azure", "rate": 1.0, "trace": tuple(times)}
+            for seed in SEEDS:
+                worker = self._start(arm, f"open {name}", seed, **arrivals)
+                worker.run(MAX_STEPS)
+                ended = worker.intake.finished
+                waits += [end - r.arrived_at for r, end in ended if r.arrived_at >= APART_S]
+            self._known[arm, name] = mean(waits)
+        return self._known[arm, name]
+
+    def _start(self, arm: str, name: str, seed: int, **arrivals: Any) -> Worker:
+        accepted, lengths = self._text(name)
         scenario = Scenario(
             truth=self.table,
             noise=0.0,
-            acceptance=self._acceptance,
-            arrivals=arrivals,
+            acceptance=accepted,
+            arrivals=Arrivals(lengths=lengths, **arrivals),
             max_rows=self.table.max_batch_size,
-            kv_pool_tokens=self._pool,
+            kv_pool_tokens=max(self._pool, 2 * lengths.most),
             max_gamma=self._max_gamma,
         )
-        return simulate(make(arm), scenario, seed, num_steps)
+        return start(make(arm), scenario, seed)
 
-
-def _settled(run: Result) -> float:
-    half = run.num_steps // 2
-    seconds = float(run.seconds[-1] - run.seconds[half - 1])
-    return float(run.num_emitted[half:].sum()) / seconds
+    def _text(self, name: str) -> tuple[Acceptance, TraceLengths]:
+        """Acceptance and lengths of a cell; of all together where it drafted nothing."""
+        if name not in self._texts:
+            place = self._places.get(name, self._all)
+            if not place["classes"]:
+                place = self._all
+            pairs = whole_lengths(place)
+            if not pairs:
+                raise NotEnough("no answer that ended")
+            lengths = TraceLengths("the runs", [p for _, p, _ in pairs], [a for _, _, a in pairs])
+            self._texts[name] = acceptance(place, pairs), lengths
+        return self._texts[name]

@@ -12,7 +12,7 @@ from paper.asks import times_of
 from paper.claims import claims, gamma_or_off, shown
 from paper.design import MAX_GAMMA, OFF, REPLAYED, TRACES
 from paper.pairs import Slices
-from paper.record import pooled
+from paper.record import pooled, together
 from paper.replay import TOLERANCE, NotEnough, Replay
 from paper.stats import mean
 
@@ -69,7 +69,8 @@ def _setting(runs: Sequence[Run]) -> str:
     run, design = runs[0], runs[0]["design"]
     engine = run["engine"]
     seconds = f"{design['slice_s']:g} s a slice, {design['warm_passes']} pass before not counted"
-    lines = [
+    lines = ["**A rehearsal: it measures nothing.**"] if design["rehearsal"] else []
+    lines += [
         f"Target {run['models']['target']}, draft {run['models']['draft']}; {engine['device']}, "
         f"{engine['dtype']}, {engine['arithmetic']} arithmetic, {engine['build']}; commit "
         f"{run['machine'].get('commit', 'unknown')}.",
@@ -113,7 +114,7 @@ def _levels(slices: Slices) -> str:
 
 def _classes(record: Run) -> str:
     rows = []
-    for name, counts in sorted(record["classes"].items()):
+    for name, counts in sorted(together(record["places"].values())["classes"].items()):
         pairs = zip(counts["accepted"], counts["reached"], strict=True)
         chances = [f"{a / r:.3f}" if r else "-" for a, r in pairs][:MAX_GAMMA]
         rows.append([name, *chances, str(counts["reached"][0])])
@@ -123,10 +124,18 @@ def _classes(record: Run) -> str:
 def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices) -> str:
     """The simulator beside what was measured, then what it says of all other arms."""
     cells = [int(cell) for cell in closed.cells]
+    design = runs[0]["design"]
     decode = Slices(runs, "closed", "decode_tok_s")
     pool = max(int(run["engine"]["num_blocks"]) for run in runs) * 16
     try:
-        simulated = Replay(record, cells, int(runs[0]["max_gamma"]), pool)
+        simulated = Replay(
+            record,
+            cells,
+            int(runs[0]["max_gamma"]),
+            pool,
+            warm_s=design["warm_passes"] * design["slice_s"],
+            end_s=(design["warm_passes"] + design["closed_passes"]) * design["slice_s"],
+        )
     except NotEnough as error:
         return f"### Replayed\n\nNothing: {error}."
     traces = {name: _times(runs, name) for name in latency.cells}
@@ -140,7 +149,7 @@ def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices)
         for name, times in traces.items():
             inverse = latency.level(name, arm)
             seconds = 1 / inverse if inverse else None
-            own.append(_met(seconds, simulated.trace(own[0], times), errors["traces"]))
+            own.append(_met(seconds, simulated.trace(own[0], name, times), errors["traces"]))
         rows.append([gamma_or_off(arm), *own[1:]])
     heads = ["", *map(str, cells), *traces]
     verdicts = []
@@ -152,11 +161,13 @@ def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices)
     text = "### Replayed: how far the simulator is from what was measured\n\n"
     text += markdown(heads, rows) + "\n\n" + "; ".join(verdicts) + ".\n\n"
     base = {cell: simulated.closed(OFF, cell) for cell in cells}
-    waits = {name: simulated.trace(OFF, times) for name, times in traces.items()}
+    waits = {name: simulated.trace(OFF, name, times) for name, times in traces.items()}
     rows = []
     for arm in dict.fromkeys([*decode.all_arms(), *REPLAYED]):
         own_rates = [simulated.closed(arm, cell) / base[cell] for cell in cells]
-        own_waits = [waits[name] / simulated.trace(arm, times) for name, times in traces.items()]
+        own_waits = [
+            waits[name] / simulated.trace(arm, name, times) for name, times in traces.items()
+        ]
         whole = mean([*own_rates, *own_waits])
         values = [f"{value:.3f}" for value in (*own_rates, *own_waits, whole)]
         rows.append([gamma_or_off(arm), *values])
@@ -165,20 +176,24 @@ def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices)
     return text + markdown([*heads, "mean"], rows)
 
 
-def _times(runs: Sequence[Run], name: str) -> list[float]:
-    """Arrivals of the first pass that counts, as the runs had them."""
+def _times(runs: Sequence[Run], name: str) -> list[list[float]]:
+    """Arrivals of the passes that count, as the runs had them."""
     design = runs[0]["design"]
-    capacity = next(run["capacity_requests_per_s"] for run in runs if _has(run, name))
-    return times_of(
-        name,
-        peak=TRACES[name] * capacity,
-        seconds=design["trace_s"],
-        seed=f"{design['seed']} {name} {design['warm_passes']}",
-    )
-
-
-def _has(run: Run, name: str) -> bool:
-    return any(found["cell"] == name for found in run["slices"])
+    passes = {
+        (run["capacity_requests_per_s"], found["pass"])
+        for run in runs
+        for found in run["slices"]
+        if found["section"] == "open" and found["cell"] == name and found["counts"]
+    }
+    return [
+        times_of(
+            name,
+            peak=TRACES[name] * capacity,
+            seconds=design["trace_s"],
+            seed=f"{design['seed']} {name} {number}",
+        )
+        for capacity, number in sorted(passes)
+    ]
 
 
 def _met(measured: float | None, simulated: float, errors: list[float]) -> str:

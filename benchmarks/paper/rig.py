@@ -58,7 +58,8 @@ class Rig(Driver):
         self._arms: dict[str, Arm] = {}
         self._category: dict[int, str] = {}
         self._prompt_tokens: dict[int, int] = {}
-        self._cut: set[int] = set()  # whose answers end early: their lengths say nothing
+        self._cut: dict[int, int] = {}  # tokens at which an answer is cut short
+        self._ended: list[int] = []
         self._asked_at: dict[int, float] = {}
         self._counts: Counter[int] = Counter()  # tokens of open requests
         feed.inbox.append(PlannerLink(connected=True))
@@ -70,20 +71,19 @@ class Rig(Driver):
         return self._arms[name]
 
     def closed_slice(self, name: str, num_rows: int, asks: Iterator[Ask]) -> Slice:
-        """A closed loop: from when all rows decode, for a slice's length.
+        """A closed loop: from when all rows have come to decode, for a slice's length.
 
         Raises:
-            JobFailed: The rows never decoded together.
+            JobFailed: They did not in time.
         """
         arm = self._begin(name, num_rows)
-        for _ in range(num_rows):
-            self._ask(next(asks))
+        first = {self._ask(next(asks)) for _ in range(num_rows)}
         begin = time.perf_counter()
-        while not self._all_decode(num_rows):
+        while not self._has_settled(first):
             self._step(lambda: self._ask(next(asks)))
             if time.perf_counter() - begin > self._design.settle_s:
                 self.reset()
-                raise JobFailed(f"{num_rows} rows did not decode together in time")
+                raise JobFailed(f"{num_rows} rows did not come to decode in time")
         self.retired.clear()
         settled_s = time.perf_counter() - begin
         planner_s, latencies, tokens = arm.planner_s, [], 0
@@ -99,11 +99,11 @@ class Rig(Driver):
             "tok_s": tokens / seconds,
             "num_answers": len(latencies),
             "settled_s": round(settled_s, 3),
-            **self._end(),
+            **self._end(f"closed {num_rows}", is_busy=True),
         }
 
-    def trace_slice(self, name: str, asks: Sequence[Ask]) -> Slice:
-        """A whole trace, to its last answer, and drained."""
+    def trace_slice(self, name: str, asks: Sequence[Ask], place: str) -> Slice:
+        """A whole trace, to its last answer, and drained; `place` is its name in the record."""
         arm = self._begin(name, 1)
         planner_s, tokens, answers = arm.planner_s, 0, 0
         latencies: list[float] = []
@@ -131,7 +131,7 @@ class Rig(Driver):
             "latency_p99_s": percentile(ordered, 99),
             "ttft_s": statistics.mean(ttft),
             "ttft_p99_s": percentile(ttft, 99),
-            **self._end(),
+            **self._end(place, is_busy=False),
         }
 
     def _begin(self, name: str, num_rows: int) -> Arm:
@@ -146,17 +146,29 @@ class Rig(Driver):
         gc.disable()  # a collection in a slice would be the slice's
         return arm
 
-    def _end(self) -> Slice:
+    def _end(self, place: str, *, is_busy: bool) -> Slice:
         """Record what ran, end what runs, and get the draft back."""
-        done = [step.done for step in self.retired]
-        for step in done:
-            self.recorder.add(step, self._category)
+        before: float | None = None
+        for step in self.retired:
+            done, gap_us = step.done, None
+            if is_busy and before is not None:
+                own_us = done.step_us + done.catch_up_us + done.draft_prefill_us
+                gap_us = (step.at - before) * 1e6 - own_us
+            before = step.at
+            self.recorder.add(place, done, self._category, gap_us)
+        for request_id in self._open:
+            if self._counts[request_id]:
+                self._note(place, request_id, ended=False)
+        for request_id in self._ended:
+            cut_at = self._cut.get(request_id)
+            self._note(place, request_id, ended=self._counts[request_id] != cut_at)
         self.reset()
         gc.enable()
         self.feed.arm = None
         for table in (self._category, self._prompt_tokens, self._asked_at, self._counts):
             table.clear()
         self._cut.clear()
+        self._ended.clear()
         counters = self.engine.memory.elastic.counters
         if self.feed.agent is not None:
             self._bring_back()
@@ -190,23 +202,37 @@ class Rig(Driver):
             "planner_share": (arm.planner_s - planner_s) / seconds,
         }
 
-    def _all_decode(self, num_rows: int) -> bool:
-        if not self.retired:
+    def _note(self, place: str, request_id: int, *, ended: bool) -> None:
+        category, num_prompt = self._category[request_id], self._prompt_tokens[request_id]
+        num_answer = self._counts[request_id]
+        self.recorder.asked(place, category, num_prompt, num_answer, ended=ended)
+
+    def _has_settled(self, first: set[int]) -> bool:
+        """Whether the rows that began have their first tokens, and the draft their prompts.
+
+        Not whether all decode at once: with many rows, some row's prompt is always on its way.
+        """
+        if not self.retired or not all(self._counts[request_id] for request_id in first):
             return False
         plan = self.retired[-1].done.plan
-        return plan.num_decode_rows == len(plan.rows) == num_rows
+        if plan.context is None or plan.choice is None:
+            return False
+        behind = plan.context.sum_stale_tokens - 2 * len(first)
+        return plan.choice.gamma == 0 or behind <= self._design.max_prompt
 
-    def _ask(self, ask: Ask, due: float | None = None) -> None:
+    def _ask(self, ask: Ask, due: float | None = None) -> int:
+        """Send a request, or have it sent when it is due; its id."""
+        max_tokens = max(2, round(ask.share * self._design.max_tokens))
         params = SamplingParams(
             temperature=self._design.temperature,
             seed=ask.seed,
-            max_tokens=max(2, round(ask.share * self._design.max_tokens)),
+            max_tokens=max_tokens,
         )
         ids = list(ask.prompt.token_ids)
         request = Submit(request_id=next(self._ids), prompt_token_ids=ids, sampling=params)
         self._category[request.request_id] = ask.prompt.category
         if ask.share < 1:
-            self._cut.add(request.request_id)
+            self._cut[request.request_id] = max_tokens
         self._prompt_tokens[request.request_id] = len(ids)
         self._asked_at[request.request_id] = time.perf_counter() if due is None else due
         if due is None:
@@ -214,6 +240,7 @@ class Rig(Driver):
         else:
             self._open.add(request.request_id)
             self.feed.due.append((due, request))
+        return request.request_id
 
     def _step(
         self, on_end: Callable[[], None], first: dict[int, float] | None = None
@@ -229,8 +256,6 @@ class Rig(Driver):
         ended = []
         for request_id in before - self._open:
             ended.append(now - self._asked_at[request_id])
-            category, num_prompt = self._category[request_id], self._prompt_tokens[request_id]
-            if request_id not in self._cut:
-                self.recorder.ended(category, num_prompt, self._counts[request_id])
+            self._ended.append(request_id)
             on_end()
         return sum(len(ids) for _, ids in found), ended

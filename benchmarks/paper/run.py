@@ -109,7 +109,7 @@ class Session:
                     section,
                     name,
                     number,
-                    functools.partial(self._rig.trace_slice, arm, asks),
+                    functools.partial(self._rig.trace_slice, arm, asks, f"{section} {name}"),
                 )
                 found |= {"asks": digest(asks), "num_asks": len(asks)}
 
@@ -154,6 +154,7 @@ class Session:
         """
         cell = str(max(self._design.cells))
         if self._options.capacity:
+            self._results["capacity_requests_per_s"] = self._options.capacity
             return float(self._options.capacity)
         own = [s for s in self._counted("closed") if s["cell"] == cell and s["arm"] == OFF]
         rates = [s["num_answers"] / s["seconds"] for s in own]

@@ -52,8 +52,8 @@ def test_a_tiny_run_ends_in_tables(
     """Arms are swapped in one engine, traces follow the capacity, a replay says its error."""
     from paper import cli, replay, report
 
-    monkeypatch.setattr(replay, "NUM_STEPS", 60)
     monkeypatch.setattr(replay, "SEEDS", (0,))
+    monkeypatch.setattr(replay, "SOME_STEPS", 20)
     monkeypatch.setattr(report, "REPLAYED", ("linucb",))
     flags = ["run", "--tiny", f"--out={tmp_path}", "--closed-passes=1", "--open-passes=1"]
     flags += ["--closed-arms", "off", "g1", "g2", "g3", "g4", "g5", "model_guided"]
@@ -169,47 +169,87 @@ def test_claims_are_met_missed_or_not_separated() -> None:
     assert [claim.verdict for claim in slow] == ["missed", "met", "met", "met", "not measured"]
 
 
+def steps_of(rows: int, gamma: int, kv: int, prefill: int) -> dict[str, int]:
+    """Fifty steps whose costs are known."""
+    us = 1000 + 10 * rows + 300 * gamma + (0.01 + 0.002 * gamma) * kv + 20 * prefill
+    return {
+        "rows": rows,
+        "gamma": gamma,
+        "kv_bin": kv // 4096,
+        "prefill_bin": prefill.bit_length(),
+        "num_steps": 50,
+        "step_us": round(50 * us),
+        "kv_tokens": 50 * kv,
+        "prefill_tokens": 50 * prefill,
+        "emitted": 0,
+        "catch_up_us": 7 * (40 + 3 * rows),
+        "catch_up_tokens": 7 * rows,
+        "draft_prefill_us": 3 * (40 + 3 * rows),
+        "draft_prefill_tokens": 3 * rows,
+        "catch_up_steps": 10,
+        "gap_us": 25 * 6,
+        "gap_steps": 25,
+    }
+
+
 def test_the_simulator_meets_a_record_of_itself() -> None:
     """Costs, slopes, catch-up and acceptance that made a record are found in it again."""
-    from paper.replay import NotEnough, acceptance, cost_table
+    from paper.replay import NotEnough, acceptance, cost_table, whole_lengths
 
-    def steps(rows: int, gamma: int, kv: int, prefill: int) -> dict[str, int]:
-        us = 1000 + 10 * rows + 300 * gamma + (0.01 + 0.002 * gamma) * kv + 20 * prefill
-        return {
-            "rows": rows,
-            "gamma": gamma,
-            "kv_bin": kv // 4096,
-            "prefill_bin": prefill.bit_length(),
-            "num_steps": 50,
-            "step_us": round(50 * us),
-            "kv_tokens": 50 * kv,
-            "prefill_tokens": 50 * prefill,
-            "emitted": 0,
-            "catch_up_us": 10 * (40 + 3 * rows),
-            "catch_up_tokens": 10 * rows,
-            "catch_up_steps": 10,
-            "draft_prefill_us": 0,
-        }
-
-    grid = itertools.product((1, 8), range(4), (5_000, 20_000, 90_000), (0, 256))
-    record = {
-        "steps": [steps(*cell) for cell in grid],
+    # With many rows, one of them is most often amid its prompt: 64 are hardly ever there.
+    grid = itertools.product((1, 8, 61, 63), range(4), (5_000, 20_000, 90_000), (0, 256))
+    place = {
         "classes": {
             "easy": {"reached": [1000, 800, 576, 0], "accepted": [800, 576, 373, 0]},
             "hard": {"reached": [500, 200, 0, 0], "accepted": [200, 80, 0, 0]},
         },
-        "lengths": [("easy", 50, 90)] * 3 + [("hard", 20, 70)],
+        "lengths": [("easy", 50, 90, True)] * 3 + [("hard", 20, 90, True)],
     }
-    table = cost_table(record, (1, 8), 3)
+    record = {"steps": [steps_of(*cell) for cell in grid], "places": {"closed 8": place}}
+    table = cost_table(record, (1, 8, 64), 3)
     assert table.kv_us_per_1000_tokens == pytest.approx(10, rel=0.01)
     assert table.draft_kv_us_per_1000_tokens == pytest.approx(2, rel=0.02)
     assert table.prefill_us_per_token == pytest.approx(20, rel=0.01)
     assert (table.catch_up_us, table.catch_up_us_per_token) == pytest.approx((40, 3), rel=0.01)
-    expected = 1000 + 80 + 600 + 0.014 * 8 * table.context
-    assert table.step_us[1][2] == pytest.approx(expected, rel=0.01)
-    found = acceptance(record)
+    for at, rows in enumerate((1, 8, 64)):
+        expected = 1006 + 10 * rows + 600 + 0.014 * rows * table.context
+        assert table.step_us[at][2] == pytest.approx(expected, rel=0.01)
+    found = acceptance(place, whole_lengths(place))
     assert [c.alpha for c in found.classes] == [0.8, 0.4]
     assert found.classes[0].falloff == pytest.approx(0.9, abs=0.01)
     assert found.phases[0][1] == (0.75, 0.25)
-    with pytest.raises(NotEnough, match="64 rows at gamma 0"):
-        cost_table(record, (1, 8, 64), 3)
+    with pytest.raises(NotEnough, match="128 rows at gamma 0"):
+        cost_table(record, (1, 8, 64, 128), 3)
+
+
+def test_answers_that_were_cut_count_as_longer_ones() -> None:
+    """Of answers that a slice cuts, the lengths are found again; shares follow their tokens."""
+    from paper.replay import acceptance, whole_lengths
+
+    rng = random.Random(3)
+    lengths = []
+    for _ in range(6000):
+        name, answer = rng.choice((("short", 50), ("long", 250)))
+        seen = min(answer, rng.randint(1, 300))
+        lengths.append((name, 30, seen, seen == answer))
+    counts = {"reached": [10, 5, 0], "accepted": [5, 2, 0]}
+    place = {"lengths": lengths, "classes": {"short": counts, "long": counts}}
+    whole = whole_lengths(place)
+    assert {(name, answer) for name, _, answer in whole} == {("short", 50), ("long", 250)}
+    assert sum(answer for _, _, answer in whole) / len(whole) == pytest.approx(150, rel=0.02)
+    shares = dict(zip(("long", "short"), acceptance(place, whole).phases[0][1], strict=True))
+    assert shares["long"] == pytest.approx(250 / 300, rel=0.02)
+
+
+def test_a_trace_is_replayed_at_the_rate_it_had() -> None:
+    """Requests far apart do not queue: each takes its prompt's and its steps' time."""
+    from paper.replay import Replay
+
+    grid = itertools.product((1,), range(2), (100,), (0, 64))
+    counts = {"reached": [1000] + 7 * [0], "accepted": [500] + 7 * [0]}
+    place = {"classes": {"c": counts}, "lengths": [("c", 30, 21, True)]}
+    record = {"steps": [steps_of(*cell) for cell in grid], "places": {"open p": place}}
+    replay = Replay(record, (1,), 1, 10_000, warm_s=1.0, end_s=2.0)
+    step_s = replay.table.step_us[0][0] / 1e6
+    waited = replay.trace("off", "p", [[0.3 * i for i in range(30)]] * 2)
+    assert waited == pytest.approx(20 * step_s + step_s + 30 * 20e-6, rel=0.05)
