@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from worker.engine.plan import Plan, PlannedRow, StepResult
+from worker.engine.plan import Plan, StepResult
 from worker.engine.runner import Launched, Runner
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import PlannedRow, Sequence
 
 Owner = tuple[Sequence, int]  # a sequence in one of its epochs
 

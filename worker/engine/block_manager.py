@@ -1,4 +1,4 @@
-"""Who owns which KV block, which prefixes are cached, and how far the draft has filled blocks.
+"""Who owns which KV block, and which blocks without an owner are kept for their prefixes.
 
 Owners: FREE, ROW (counted), CACHED (no reference, found again by its hash), GRANTED (the memory
 agent may write it), DRAFT (a tail block that holds the draft, or is on its way back to it).
@@ -7,25 +7,20 @@ Blocks [0, num_base_blocks) are the head. The tail follows; it is the draft's at
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Literal
 
-
-class Owner(enum.Enum):
-    """Owner of a block."""
-
-    FREE = "free"
-    ROW = "row"
-    CACHED = "cached"
-    GRANTED = "granted"
-    DRAFT = "draft"
+from worker.engine.draft_fill import DraftFill
+from worker.engine.owners import Owner, runs
+from worker.engine.prefix_index import PrefixIndex
 
 
 class BlockManager:
-    """All blocks of the pool. Every change of owner goes through here."""
+    """All blocks of the pool. Every change of owner goes through here.
+
+    `draft` tells how far the draft's cache has filled the blocks.
+    """
 
     def __init__(
         self,
@@ -41,16 +36,12 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.salt = salt
-        self.draft_epoch = 0
-        self.draft_version = 0  # raised whenever fill may have shrunk
+        self.draft = DraftFill(num_base_blocks, num_blocks, block_size)
+        self._prefixes = PrefixIndex(num_blocks)
         self._refs = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._draft_epochs = [0] * num_blocks
-        self._num_draft_filled = [0] * num_blocks  # meaningful in the current epoch alone
         self._free_head = list(range(num_base_blocks - 1, -1, -1))
         self._free_tail: list[int] = []
         self._cached: dict[int, None] = {}  # in the order in which they may be evicted
-        self._by_hash: dict[bytes, int] = {}
         self._granted: set[int] = set()
         self._tail: Literal["draft", "open", "closed"] = "draft"
 
@@ -99,13 +90,7 @@ class BlockManager:
             owners[block_id] = Owner.GRANTED
         for block_id in self._cached:
             owners[block_id] = Owner.CACHED
-        found: list[tuple[int, int, Owner]] = []
-        first = 0
-        for owner, run in groupby(owners):
-            count = sum(1 for _ in run)
-            found.append((first, count, owner))
-            first += count
-        return found
+        return runs(owners)
 
     def _is_shut(self, block_id: int) -> bool:
         return block_id >= self.num_base_blocks and self._tail != "open"
@@ -131,18 +116,12 @@ class BlockManager:
             block_id = next(iter(self._cached))
             self._drop_cached(block_id)
         self._refs[block_id] = 1
-        self._num_draft_filled[block_id] = 0
+        self.draft.begin(block_id)
         return block_id
 
     def _drop_cached(self, block_id: int) -> None:
         del self._cached[block_id]
-        self._forget_hash(block_id)
-
-    def _forget_hash(self, block_id: int) -> None:
-        block_hash = self._hashes[block_id]
-        if block_hash is not None:
-            del self._by_hash[block_hash]
-            self._hashes[block_id] = None
+        self._prefixes.forget(block_id)
 
     def release(self, block_table: Sequence[int]) -> None:
         """Give up one reference on each block; a prefix outlives what follows it."""
@@ -154,8 +133,8 @@ class BlockManager:
     def _settle(self, block_id: int) -> None:
         """Put a block that lost its last reference where it belongs."""
         if self._is_shut(block_id):
-            self._forget_hash(block_id)
-        elif self._hashes[block_id] is not None:
+            self._prefixes.forget(block_id)
+        elif self._prefixes.hash_of(block_id) is not None:
             self._cached[block_id] = None
         elif block_id < self.num_base_blocks:
             self._free_head.append(block_id)
@@ -173,7 +152,7 @@ class BlockManager:
         """Blocks that hold the longest cached prefix of a hash chain; no references are taken."""
         found: list[int] = []
         for block_hash in hashes if self.prefix_cache else ():
-            block_id = self._by_hash.get(block_hash)
+            block_id = self._prefixes.find(block_hash)
             if block_id is None or self._is_shut(block_id):
                 break
             found.append(block_id)
@@ -192,68 +171,22 @@ class BlockManager:
     def insert(self, block_id: int, block_hash: bytes) -> None:
         """Let a row's full block be found by its hash; the first block of a hash stays."""
         assert self._refs[block_id] > 0
-        known = self._hashes[block_id] is not None or block_hash in self._by_hash
-        if self.prefix_cache and not known:
-            self._hashes[block_id] = block_hash
-            self._by_hash[block_hash] = block_id
+        if self.prefix_cache:
+            self._prefixes.insert(block_id, block_hash)
 
     def forget(self, block_table: Sequence[int]) -> None:
         """Take referenced blocks out of the prefix cache: their content is not to be trusted."""
         for block_id in block_table:
             assert self._refs[block_id] > 0
-            self._forget_hash(block_id)
-        self.forget_draft(block_table)
-
-    # ---- draft staleness ----
-
-    def draft_computed(self, block_table: Sequence[int], first_block: int) -> tuple[int, int]:
-        """Tokens of a row that the draft's cache holds, in blocks of the current epoch alone.
-
-        Args:
-            block_table: The row's blocks.
-            first_block: Blocks before it are known to be full in this epoch.
-
-        Returns:
-            Tokens, and the number of full blocks, from which the next walk may start.
-        """
-        index = first_block
-        for block_id in block_table[first_block:]:
-            if self._draft_epochs[block_id] != self.draft_epoch:
-                break
-            num_filled = self._num_draft_filled[block_id]
-            if num_filled < self.block_size:
-                return index * self.block_size + num_filled, index
-            index += 1
-        return index * self.block_size, index
-
-    def fill_draft(self, block_table: Sequence[int], start: int, end: int) -> None:
-        """Record that the draft's cache now holds tokens [0, end) of a row, [start, end) newly.
-
-        Fill only grows here: a block shared between rows holds the same tokens for both.
-        """
-        size = self.block_size
-        for index in range(start // size, -(-end // size)):
-            block_id = block_table[index]
-            assert block_id < self.num_base_blocks, "extra blocks have no draft half"
-            if self._draft_epochs[block_id] != self.draft_epoch:
-                self._draft_epochs[block_id] = self.draft_epoch
-                self._num_draft_filled[block_id] = 0
-            num_filled = min(size, end - index * size)
-            self._num_draft_filled[block_id] = max(num_filled, self._num_draft_filled[block_id])
-
-    def forget_draft(self, block_table: Iterable[int]) -> None:
-        """Take a row's draft cache as never filled."""
-        self.draft_version += 1
-        for block_id in block_table:
-            self._num_draft_filled[block_id] = 0
+            self._prefixes.forget(block_id)
+        self.draft.forget(block_table)
 
     # ---- elastic memory ----
 
     def expand(self) -> None:
         """Make the tail KV: all the draft's cache is invalid from here on."""
         assert self._tail == "draft"
-        self.draft_epoch += 1
-        self.draft_version += 1
+        self.draft.forget_all()
         self._open_tail()
 
     def _open_tail(self) -> None:
@@ -308,12 +241,8 @@ class BlockManager:
             assert self._is_shut(source)
             self._granted.remove(destination)
             self._refs[destination], self._refs[source] = self._refs[source], 0
-            self._draft_epochs[destination] = self._draft_epochs[source]
-            self._num_draft_filled[destination] = self._num_draft_filled[source]
-            block_hash = self._hashes[destination] = self._hashes[source]
-            self._hashes[source] = None
-            if block_hash is not None:
-                self._by_hash[block_hash] = destination
+            self.draft.move(source, destination)
+            self._prefixes.move(source, destination)
             if self._refs[destination] == 0:
                 self._settle(destination)
 
@@ -347,15 +276,9 @@ class BlockManager:
         assert set().union(*groups) == set(range(num_blocks)), "a block has no owner"
         assert all(b < self.num_base_blocks for b in [*self._free_head, *self._granted])
         assert all(b >= self.num_base_blocks for b in self._free_tail)
-        hashed = {b for b in range(num_blocks) if self._hashes[b] is not None}
-        assert {self._by_hash.get(self._hashes[b] or b"") for b in hashed} <= hashed
-        assert sorted(self._by_hash.values()) == sorted(hashed), "hashes and their map differ"
+        hashed = self._prefixes.check_integrity()
         assert set(self._cached) <= hashed <= referenced | set(self._cached)
-        for block_id in range(num_blocks):
-            if self._draft_epochs[block_id] == self.draft_epoch:
-                num_filled = self._num_draft_filled[block_id]
-                assert 0 <= num_filled <= self.block_size
-                assert num_filled == 0 or block_id < self.num_base_blocks
+        self.draft.check_integrity()
         if self._tail == "draft":
             assert not any(counts[self.num_base_blocks :]), "a row refers to the draft's memory"
 
@@ -370,7 +293,7 @@ class BlockManager:
             num_draft: Tokens that the row takes the draft's cache to hold.
         """
         for index, block_id in enumerate(block_table):
-            block_hash = self._hashes[block_id]
+            block_hash = self._prefixes.hash_of(block_id)
             known = hashes[index] if index < len(hashes) else None
             assert block_hash in (None, known), "a block is cached under another row's tokens"
-        assert self.draft_computed(block_table, 0)[0] == num_draft, "draft fill differs"
+        assert self.draft.computed(block_table, 0)[0] == num_draft, "draft fill differs"

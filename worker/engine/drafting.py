@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from nightjar import log
 from worker.engine.block_manager import BlockManager
 from worker.engine.decisions import Choice
-from worker.engine.plan import Plan, PlannedRow
-from worker.engine.sequence import Sequence
+from worker.engine.plan import Plan
+from worker.engine.sequence import PlannedRow, Sequence
 from worker.speculative.proposer import Capabilities
 
 # The token just chosen and, after every draft was accepted, the last of them: these the draft
@@ -60,9 +60,9 @@ class Drafting:
     def num_draft_computed(self, sequence: Sequence) -> int:
         """Tokens [0, n) of a row whose KV the draft's cache holds."""
         blocks = self._blocks
-        if sequence.draft_hint_version != blocks.draft_version:
-            sequence.draft_hint_version, sequence.draft_hint = blocks.draft_version, 0
-        num_tokens, sequence.draft_hint = blocks.draft_computed(
+        if sequence.draft_hint_version != blocks.draft.version:
+            sequence.draft_hint_version, sequence.draft_hint = blocks.draft.version, 0
+        num_tokens, sequence.draft_hint = blocks.draft.computed(
             sequence.block_table, sequence.draft_hint
         )
         return num_tokens
@@ -108,7 +108,7 @@ class Drafting:
         `draft_start` is then what was filled before: a fill from there covers what the flight
         filled too, for it retires first.
         """
-        row.draft_version = self._blocks.draft_version
+        row.draft_version = self._blocks.draft.version
         row.draft_start = self.num_draft_computed(row.sequence)
         flight = row.sequence.flight
         if flight is not None and not self._was_forgotten(flight):
@@ -121,7 +121,7 @@ class Drafting:
     def _was_forgotten(self, flight: PlannedRow) -> bool:
         """Whether what a row's step in flight adds to the draft's cache will not count."""
         touches = flight.gamma > 0 or flight.num_catch_up > 0
-        return self._has_cache and touches and flight.draft_version != self._blocks.draft_version
+        return self._has_cache and touches and flight.draft_version != self._blocks.draft.version
 
     def _extra(self, choice: Choice) -> int:
         """Drafts of each row above gamma; none where nothing says which are the likeliest."""

@@ -1,28 +1,14 @@
 """The worker's side of elastic memory: the draft's tail becomes KV blocks and back.
 
- IDLE, resident ──expand──► EXPANDING ──nothing in flight──► IDLE, offloaded
- IDLE, offloaded ──contract──► COPYING ──► FREEZING ◄──► COPYING_REST
-   ▲                              │           │ │              │
-   └────────── aborted ───────────┴───────────┘ │ rename ──────┘
- IDLE, resident ◄── RESTORING ◄──── LOADING ◄───┘
-
-COPYING: the agent copies full tail blocks while steps run. FREEZING: steps pause until
-nothing is in flight. COPYING_REST: the agent copies the blocks that were being filled. Up to
-the rename the sources are intact, so an abort frees the destinations and nothing else. After
-it the tail is the draft's, and only a verified load leads on.
-
 A grant ends with the agent's answer or its death, never with a time-out. An agent that is
 merely silent keeps its destinations; steps do not wait for it longer than `FREEZE_LIMIT_S`.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -31,6 +17,7 @@ from memory_agent.remap import plan_moves
 from nightjar import log
 from nightjar.errors import NightjarError
 from worker.engine.block_manager import BlockManager
+from worker.engine.transition import PAUSED, Draft, ElasticCounters, Phase, Tables
 from worker.messages import (
     AgentLink,
     Grant,
@@ -44,53 +31,6 @@ from worker.messages import (
 SETTLE_S = 1.0  # from the loss of the agent's stream until its last write has ended
 FREEZE_LIMIT_S = 1.0  # longest pause of steps for the last copy
 RELOAD_BACKOFF_S = 1.0  # after a failed load; doubles up to 32 times that
-
-
-class Tables(Protocol):
-    """What is needed of the scheduler."""
-
-    def blocks_being_filled(self) -> set[int]:
-        """Blocks that a step may still write."""
-        ...
-
-    def rename(self, moves: dict[int, int]) -> None:
-        """Put destinations in the place of sources, in tables and block manager alike."""
-        ...
-
-
-class Draft(Protocol):
-    """What is needed of the draft model."""
-
-    def drop(self) -> None:
-        """Forget everything derived from the tail's bytes."""
-        ...
-
-    def restore(self) -> None:
-        """Rebuild it from the tail's bytes, which were verified; NightjarError if it cannot be."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElasticCounters:
-    """What the status shows."""
-
-    num_expansions: int  # since start
-    num_contractions: int  # completed since start
-    num_granted_blocks: int  # that the agent may write now
-
-
-class _Phase(enum.Enum):
-    IDLE = enum.auto()
-    EXPANDING = enum.auto()
-    COPYING = enum.auto()
-    FREEZING = enum.auto()
-    COPYING_REST = enum.auto()
-    LOADING = enum.auto()
-    RESTORING = enum.auto()
-
-
-# Steps would write blocks that are being copied, or keep `after_retire` from being reached.
-_PAUSED = {_Phase.EXPANDING, _Phase.FREEZING, _Phase.COPYING_REST, _Phase.RESTORING}
 
 
 class ElasticMemory:
@@ -116,7 +56,7 @@ class ElasticMemory:
         self.residency = "none" if draft is None else "resident"
         self._scheduler, self._blocks, self._draft = scheduler, blocks, draft
         self._clock, self._agent_gone = clock, agent_gone
-        self._phase = _Phase.IDLE
+        self._phase = Phase.IDLE
         self._connected, self._stream = False, 0
         self._request_id = 0
         self._moves: dict[int, int] = {}  # tail block -> reserved head block
@@ -138,7 +78,7 @@ class ElasticMemory:
     @property
     def launch_allowed(self) -> bool:
         """False while no step may be launched, nor be in flight when `after_retire` is called."""
-        return self._phase not in _PAUSED
+        return self._phase not in PAUSED
 
     @property
     def counters(self) -> ElasticCounters:
@@ -165,23 +105,23 @@ class ElasticMemory:
         self._request_id = message.request_id
         if message.kind == "expand":
             self.residency = "offloading"
-            self._phase = _Phase.EXPANDING
+            self._phase = Phase.EXPANDING
             return []
         return self._contract()
 
     def after_retire(self) -> list[ToFront]:
         """Go on where that needs nothing in flight; called in every turn of the loop."""
         messages = self._settle()
-        if self._phase is _Phase.EXPANDING:
+        if self._phase is Phase.EXPANDING:
             messages += self._expand()
-        elif self._phase is _Phase.FREEZING:
+        elif self._phase is Phase.FREEZING:
             messages += self._freeze()
-        elif self._phase is _Phase.COPYING_REST:
+        elif self._phase is Phase.COPYING_REST:
             if self._clock() >= self._frozen_at_s + FREEZE_LIMIT_S:
                 messages += self._abandon("the agent did not copy the last blocks in time")
-        elif self._phase is _Phase.LOADING:
+        elif self._phase is Phase.LOADING:
             messages += self._load()
-        elif self._phase is _Phase.RESTORING:
+        elif self._phase is Phase.RESTORING:
             messages += self._restore()
         return messages
 
@@ -190,7 +130,7 @@ class ElasticMemory:
             return "there is no draft model"
         if not self._connected:
             return "the stream of this request was lost"
-        if self._phase is not _Phase.IDLE:
+        if self._phase is not Phase.IDLE:
             return f"a transition is running: {self._phase.name.lower()}"
         if self._grant is not None:
             return f"grant {self._grant.grant_id} of an earlier transition is still open"
@@ -222,7 +162,7 @@ class ElasticMemory:
         failpoint.reached("worker.before_copy")
         filling = self._scheduler.blocks_being_filled()
         full = [block for block in live if block not in filling]
-        self._phase = _Phase.COPYING if full else _Phase.FREEZING
+        self._phase = Phase.COPYING if full else Phase.FREEZING
         return [self._grant_copy(full)] if full else []
 
     def _freeze(self) -> list[ToFront]:
@@ -231,7 +171,7 @@ class ElasticMemory:
         if rest and not self._connected:
             return self._abort("the agent is gone")
         if rest:
-            self._phase = _Phase.COPYING_REST
+            self._phase = Phase.COPYING_REST
             self._frozen_at_s = self._clock()
             return [self._grant_copy(rest)]
         failpoint.reached("worker.before_rename")
@@ -240,7 +180,7 @@ class ElasticMemory:
         self._moves = {}
         failpoint.reached("worker.after_rename")
         self._blocks.give_tail_to_draft()
-        self._phase = _Phase.LOADING
+        self._phase = Phase.LOADING
         return self._load()
 
     def _abort(self, reason: str) -> list[ToFront]:
@@ -253,7 +193,7 @@ class ElasticMemory:
         log.get().warning("contraction given up", reason=reason)
         self._blocks.reopen_tail()
         self.residency = "offloaded"
-        self._phase = _Phase.IDLE
+        self._phase = Phase.IDLE
         return [RequestRefused(request_id=self._request_id, reason=reason)]
 
     def _release_destinations(self) -> None:
@@ -270,7 +210,7 @@ class ElasticMemory:
 
     def _on_failed_load(self, reason: str) -> None:
         log.get().warning("the draft could not be reloaded; trying again", reason=reason)
-        self._phase = _Phase.LOADING
+        self._phase = Phase.LOADING
         self._load_at_s = self._clock() + RELOAD_BACKOFF_S * 2 ** min(self._num_failed_loads, 5)
         self._num_failed_loads += 1
 
@@ -289,7 +229,7 @@ class ElasticMemory:
     def _finish(self, residency: str) -> list[ToFront]:
         log.get().info("transition finished", draft=residency)
         self.residency = residency
-        self._phase = _Phase.IDLE
+        self._phase = Phase.IDLE
         return [TransitionDone(request_id=self._request_id, residency=residency)]
 
     # ---- grants ----
@@ -313,19 +253,19 @@ class ElasticMemory:
     def _end_grant(self, ok: bool, error: str) -> list[ToFront]:
         grant, self._grant, self._lost_at_s = self._grant, None, None
         assert grant is not None
-        if self._phase is _Phase.LOADING:
+        if self._phase is Phase.LOADING:
             if ok:
-                self._phase = _Phase.RESTORING
+                self._phase = Phase.RESTORING
             else:
                 self._on_failed_load(error)
             return []
-        if self._phase is _Phase.IDLE:  # abandoned before
+        if self._phase is Phase.IDLE:  # abandoned before
             self._release_destinations()
             return []
         if not ok:
             return self._abort(error)
         self._copied.update(grant.source_ids)
-        self._phase = _Phase.FREEZING
+        self._phase = Phase.FREEZING
         return []
 
     def _on_link(self, link: AgentLink) -> list[ToFront]:
@@ -342,6 +282,6 @@ class ElasticMemory:
         # The arena's lock lets a new agent attach only once the old one has unmapped.
         if self._connected or self._agent_gone():
             return self._end_grant(False, "the agent is gone")
-        if self._phase in (_Phase.COPYING, _Phase.COPYING_REST):
+        if self._phase in (Phase.COPYING, Phase.COPYING_REST):
             return self._abandon("the agent's stream is lost, but the agent is not gone")
         return []

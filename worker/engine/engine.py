@@ -253,7 +253,7 @@ class Engine:
                 num_accepted_tokens=scheduler.num_accepted_tokens,
                 num_preemptions=scheduler.num_preemptions,
                 residency=elastic.residency,
-                draft_epoch=scheduler.blocks.draft_epoch,
+                draft_epoch=scheduler.blocks.draft.epoch,
                 expanded=scheduler.blocks.expanded,
                 num_expansions=counters.num_expansions,
                 num_contractions=counters.num_contractions,

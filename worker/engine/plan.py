@@ -9,36 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.engine.decisions import Choice
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import PlannedRow
 from worker.messages import Context, Logprobs
 
 MAX_SCORED = 256  # prompt tokens of a step whose logits are kept: memory for logits is bounded
-
-
-@dataclass(slots=True)
-class PlannedRow:
-    """One row of a step.
-
-    A decode row's input is its last token and up to `gamma` drafts. A prefill row's is the next
-    `num_tokens` of its tokens; with the last of them it samples. Planned while the row's step
-    before is in flight, a decode row does not know where it begins: `bound` is the most.
-    """
-
-    sequence: Sequence
-    epoch: int  # the row's, when the step was planned
-    num_tokens: int  # input tokens, drafts aside
-    samples: bool  # the logits of its last token are wanted
-    is_decode: bool
-    gamma: int = 0  # most drafts that it makes
-    draft_start: int = 0  # tokens that the draft's cache holds
-    num_catch_up: int = 0  # tokens that the draft computes before it drafts, if it drafts at all
-    draft_version: int = -1  # of the blocks' fill, that `draft_start` relies on; -1: no cache
-    first: int = 0  # position of its first input token; -1: the device knows, the host does not yet
-    bound: int = 0  # tokens that it has, or may have, when the step begins
-    slot: int = -1  # the sequence's, which may lose it before the step retires
-    # Positions of input tokens whose logits tell how likely the prompt's next tokens are: the
-    # runner reads them all, for `RowResult.prompt_logprobs`; a step has MAX_SCORED at most.
-    scored: range = range(0)
 
 
 def caught_up(rows: Iterable[PlannedRow]) -> tuple[int, int]:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult, TokenLogprobs
+from worker.engine.plan import Plan, RowResult, StepResult, TokenLogprobs
+from worker.engine.sequence import PlannedRow
 from worker.messages import SamplingParams
 from worker.model.batch import Forward
 from worker.sampling.logprobs import read

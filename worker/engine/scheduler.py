@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 from worker.engine.decisions import Choice
 from worker.engine.output import Columns
-from worker.engine.plan import MAX_SCORED, Plan, PlannedRow, RowResult, StepResult
+from worker.engine.plan import MAX_SCORED, Plan, RowResult, StepResult
 from worker.engine.rows import Rows
-from worker.engine.sequence import Sequence, SequenceStatus, advance
+from worker.engine.sequence import PlannedRow, Sequence, SequenceStatus, advance
 from worker.messages import Context, StepOutput
 
 Chooser = Callable[[int, int], Choice]  # (decode rows, their KV tokens) -> gamma
@@ -166,7 +166,7 @@ class Scheduler(Rows):
         output = Columns()
         most = max([row.gamma for row in plan.rows])
         done.reached, done.accepted = [0] * most, [0] * most
-        version = self.blocks.draft_version
+        version = self.blocks.draft.version
         for row, result in zip(plan.rows, done.rows, strict=True):
             if row.epoch == row.sequence.epoch:
                 self._apply(row, result, done, output, version)
@@ -245,9 +245,9 @@ class Scheduler(Rows):
         if result.draft_failed:
             sequence.draft_broken = True
             sequence.limit_speculation("the draft's logits were not numbers")
-            blocks.forget_draft(table)
+            blocks.draft.forget(table)
         elif result.draft_end and row.draft_version == draft_version:
-            blocks.fill_draft(table, row.draft_start, min(result.draft_end, num_computed))
+            blocks.draft.fill(table, row.draft_start, min(result.draft_end, num_computed))
         size = blocks.block_size
         num_full = num_computed // size
         if blocks.prefix_cache and num_full > num_before // size:

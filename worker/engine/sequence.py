@@ -1,4 +1,4 @@
-"""A live request: its tokens, its blocks, what it has cost, and the hashes of its prefixes."""
+"""A live request: its tokens, blocks, cost and prefix hashes, and its part of a planned step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import enum
 import hashlib
 from array import array
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from worker.messages import Finished, RowUsage, SamplingParams
 from worker.sampling.processors import Processors, is_asked
-
-if TYPE_CHECKING:
-    from worker.engine.plan import PlannedRow
 
 NO_SLOT = -1
 
@@ -220,6 +218,32 @@ class Sequence:
     def ended(self, reason: str, error: str = "") -> Finished:
         """The message that ends the request."""
         return Finished(request_id=self.request_id, reason=reason, usage=self.usage(), error=error)
+
+
+@dataclass(slots=True)
+class PlannedRow:
+    """One row of a step.
+
+    A decode row's input is its last token and up to `gamma` drafts. A prefill row's is the next
+    `num_tokens` of its tokens; with the last of them it samples. Planned while the row's step
+    before is in flight, a decode row does not know where it begins: `bound` is the most.
+    """
+
+    sequence: Sequence
+    epoch: int  # the row's, when the step was planned
+    num_tokens: int  # input tokens, drafts aside
+    samples: bool  # the logits of its last token are wanted
+    is_decode: bool
+    gamma: int = 0  # most drafts that it makes
+    draft_start: int = 0  # tokens that the draft's cache holds
+    num_catch_up: int = 0  # tokens that the draft computes before it drafts, if it drafts at all
+    draft_version: int = -1  # of the blocks' fill, that `draft_start` relies on; -1: no cache
+    first: int = 0  # position of its first input token; -1: the device knows, the host does not yet
+    bound: int = 0  # tokens that it has, or may have, when the step begins
+    slot: int = -1  # the sequence's, which may lose it before the step retires
+    # Positions of input tokens whose logits tell how likely the prompt's next tokens are: the
+    # runner reads them all, for `RowResult.prompt_logprobs`; a step has MAX_SCORED at most.
+    scored: range = range(0)
 
 
 def chain_hash(parent: bytes, token_ids: Seq[int]) -> bytes:

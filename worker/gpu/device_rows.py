@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from worker.engine.plan import Plan, PlannedRow
-from worker.engine.sequence import Sequence
+from worker.engine.plan import Plan
+from worker.engine.sequence import PlannedRow, Sequence
 from worker.gpu.staging import (
     INVERSE_TEMPERATURE,
     MIN_P,

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from worker.engine.plan import Plan, PlannedRow, RowResult, StepResult, caught_up
+from worker.engine.plan import Plan, RowResult, StepResult, caught_up
 from worker.engine.runner import NOT_NUMBERS
+from worker.engine.sequence import PlannedRow
 from worker.gpu.buckets import Buckets
 from worker.gpu.device_rows import DeviceRows, force, shape_of
 from worker.gpu.drafter import Drafter

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from worker.engine.plan import PlannedRow, caught_up
+from worker.engine.plan import caught_up
+from worker.engine.sequence import PlannedRow
 from worker.model.batch import Forward
 from worker.sampling import log_probabilities
 from worker.sampling.processors import Span, process

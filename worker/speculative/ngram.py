@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from worker.engine.plan import PlannedRow
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import PlannedRow, Sequence
 from worker.speculative.proposer import Proposal
 
 MAX_N = 4

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from worker.engine.plan import PlannedRow
+from worker.engine.sequence import PlannedRow
 from worker.messages import SamplingParams
 
 # worker.sampling.sample: logits [n, vocab] float32, parameters and positions of n choices -> ids,

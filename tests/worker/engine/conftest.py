@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_bench import Bench
 
 from worker.config import WorkerConfig
 from worker.model.build import Models, build_models
@@ -47,3 +48,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Mo
     for models in built.values():
         models.close()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["depth 0", "depth 1, eager", "depth 1, late"])
+def every_depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the loop promises holds at both depths."""
+    monkeypatch.setattr(Bench, "mode", request.param)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from worker.engine.block_manager import BlockManager, Owner
+from worker.engine.block_manager import BlockManager
+from worker.engine.owners import Owner
 from worker.engine.sequence import chain_hash
 
 
@@ -90,11 +91,11 @@ def test_expansion_makes_every_draft_block_stale() -> None:
     """Raising the epoch is the whole invalidation; the tail joins the free blocks."""
     blocks, table = manager(), []
     blocks.grow(table, 40)
-    blocks.fill_draft(table, 0, 20)
-    assert blocks.draft_computed(table, 0) == (20, 1)
+    blocks.draft.fill(table, 0, 20)
+    assert blocks.draft.computed(table, 0) == (20, 1)
     assert blocks.owner(4) is Owner.DRAFT
     blocks.expand()
-    assert blocks.draft_computed(table, 0) == (0, 0)
+    assert blocks.draft.computed(table, 0) == (0, 0)
     assert (blocks.num_free, blocks.num_total, blocks.owner(4)) == (3, 6, Owner.FREE)
     blocks.check_integrity([table])
 
@@ -103,11 +104,11 @@ def test_a_reused_block_holds_no_draft_tokens() -> None:
     """The next owner of a block starts with an empty draft half."""
     blocks, table = manager(), []
     blocks.grow(table, 16)
-    blocks.fill_draft(table, 0, 16)
+    blocks.draft.fill(table, 0, 16)
     blocks.release(table)
     other: list[int] = []
     blocks.grow(other, 64)
-    assert blocks.draft_computed(other, 0) == (0, 0)
+    assert blocks.draft.computed(other, 0) == (0, 0)
 
 
 def test_renamed_blocks_keep_counts_hashes_and_rows() -> None:

@@ -10,7 +10,7 @@ from engine_rig import Rig, fakes, oracle, params, prompt
 from fake_device import FakeDeviceRunner
 from fake_forward import Kind
 
-from worker.engine.plan import PlannedRow
+from worker.engine.sequence import PlannedRow
 
 
 def rows_of(rig: Rig, request_id: int) -> list[PlannedRow]:

@@ -7,7 +7,7 @@ import random
 import pytest
 from engine_rig import Rig, fakes, oracle, params, prompt
 
-from worker.engine.plan import PlannedRow
+from worker.engine.sequence import PlannedRow
 from worker.speculative.ngram import NgramProposer
 
 

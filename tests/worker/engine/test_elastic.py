@@ -1,16 +1,14 @@
-"""Elastic memory against the real block manager: every path, and random events over real bytes."""
+"""Elastic memory against the real block manager: every path, over real bytes."""
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Callable
 
 import pytest
+from elastic_world import BASE, BLOCK, EXTRA, World
 
-from nightjar.errors import ModelRefused
-from worker.engine.block_manager import BlockManager, Owner
 from worker.engine.elastic import FREEZE_LIMIT_S, RELOAD_BACKOFF_S, SETTLE_S, ElasticMemory
+from worker.engine.owners import Owner
 from worker.messages import (
     AgentLink,
     Grant,
@@ -20,150 +18,6 @@ from worker.messages import (
     TransitionDone,
     TransitionRequest,
 )
-
-BLOCK, BASE, EXTRA = 4, 12, 8
-IMAGE = "image"  # what a tail block holds once it was reloaded
-
-
-class Row:
-    """A row whose token at a position is a function of its seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.table: list[int] = []
-        self.num_tokens = 0
-
-    def token(self, position: int) -> tuple[int, int]:
-        """The content of one slot."""
-        return (self.seed, position)
-
-    def block_hash(self, index: int) -> bytes:
-        """The prefix cache's key of a full block."""
-        return hashlib.sha256(f"{self.seed}/{index}".encode()).digest()
-
-
-class World:
-    """A pool with bytes, rows that write it, a draft, an agent, a clock; the engine's loop."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.gone = True
-        self.blocks = BlockManager(BASE, EXTRA, BLOCK)
-        self.rows: list[Row] = []
-        self.memory: list[list[object]] = [[None] * BLOCK for _ in range(BASE + EXTRA)]
-        for block in self.tail:
-            self.memory[block] = [IMAGE] * BLOCK
-        self.draft_calls: list[str] = []
-        self.restore_error = ""
-        self.sent: list[ToFront] = []
-        self.num_renames = 0
-        self.num_moved = 0  # live blocks
-        self.elastic = ElasticMemory(self, self.blocks, self, lambda: self.now, lambda: self.gone)
-
-    @property
-    def tail(self) -> range:
-        """Ids of the tail's blocks."""
-        return range(BASE, BASE + EXTRA)
-
-    # ---- what elastic memory needs of scheduler and draft ----
-
-    def blocks_being_filled(self) -> set[int]:
-        """Blocks that the next step may write."""
-        return {b for row in self.rows for b in row.table[row.num_tokens // BLOCK :]}
-
-    def rename(self, moves: dict[int, int]) -> None:
-        """Tables and block manager in one call."""
-        self.num_renames += 1
-        self.num_moved += sum(block in moves for row in self.rows for block in row.table)
-        self.blocks.rename(moves)
-        for row in self.rows:
-            row.table[:] = [moves.get(block, block) for block in row.table]
-
-    def drop(self) -> None:
-        """The draft forgets the tail."""
-        self.draft_calls.append("drop")
-
-    def restore(self) -> None:
-        """The draft comes back; the tail must hold the image."""
-        assert all(self.memory[block] == [IMAGE] * BLOCK for block in self.tail)
-        if self.restore_error:
-            raise ModelRefused(self.restore_error)
-        self.draft_calls.append("restore")
-
-    # ---- rows ----
-
-    def start(self, seed: int, num_tokens: int) -> Row | None:
-        """Admit a row, with what the prefix cache has of it, and prefill it."""
-        row = Row(seed)
-        hits = self.blocks.match(row.block_hash(i) for i in range((num_tokens - 1) // BLOCK))
-        self.blocks.acquire(hits)
-        row.table.extend(hits)
-        row.num_tokens = len(hits) * BLOCK
-        self.rows.append(row)
-        if not self.write(row, num_tokens - row.num_tokens):
-            self.finish(row)
-            return None
-        return row
-
-    def write(self, row: Row, num_tokens: int) -> bool:
-        """A step writes the row's next tokens; False if there is no room."""
-        assert self.elastic.launch_allowed
-        if not self.blocks.grow(row.table, row.num_tokens + num_tokens):
-            return False
-        for position in range(row.num_tokens, row.num_tokens + num_tokens):
-            self.memory[row.table[position // BLOCK]][position % BLOCK] = row.token(position)
-        first, row.num_tokens = row.num_tokens, row.num_tokens + num_tokens
-        for index in range(first // BLOCK, row.num_tokens // BLOCK):
-            self.blocks.insert(row.table[index], row.block_hash(index))
-        return True
-
-    def finish(self, row: Row) -> None:
-        """A row ends."""
-        self.rows.remove(row)
-        self.blocks.release(row.table)
-
-    # ---- the loop ----
-
-    def tell(self, message: TransitionRequest | GrantAnswer | AgentLink) -> list[ToFront]:
-        """The front passes a message on."""
-        return self._checked(self.elastic.on_message(message))
-
-    def turn(self) -> list[ToFront]:
-        """The loop comes round with nothing in flight."""
-        return self._checked(self.elastic.after_retire())
-
-    def _checked(self, messages: list[ToFront]) -> list[ToFront]:
-        self.sent += messages
-        self.check()
-        return messages
-
-    def check(self) -> None:
-        """What must hold after every event."""
-        self.blocks.check_integrity([row.table for row in self.rows])
-        for row in self.rows:
-            for position in range(row.num_tokens):
-                held = self.memory[row.table[position // BLOCK]][position % BLOCK]
-                assert held == row.token(position), f"{row.seed}/{position} holds {held}"
-        if self.elastic.draft_usable:
-            assert all(self.blocks.owner(block) is Owner.DRAFT for block in self.tail)
-            assert all(self.memory[block] == [IMAGE] * BLOCK for block in self.tail)
-            assert self.draft_calls[-1:] != ["drop"]
-
-    def perform(self, grant: Grant, start: int = 0, num_blocks: int | None = None) -> None:
-        """The agent does what a grant allows, or some blocks of it."""
-        end = None if num_blocks is None else start + num_blocks
-        if grant.kind == "load":
-            for block in self.tail[start:end]:
-                self.memory[block] = [IMAGE] * BLOCK
-            return
-        pairs = list(zip(grant.source_ids, grant.destination_ids, strict=True))
-        for source, destination in pairs[start:end]:
-            self.memory[destination] = list(self.memory[source])
-
-    def answer(self, grant: Grant, ok: bool = True, start: int = 0) -> list[ToFront]:
-        """Perform a grant from its block `start` on, and answer it."""
-        self.perform(grant, start)
-        return self.tell(GrantAnswer(grant_id=grant.grant_id, ok=ok, error="" if ok else "broken"))
 
 
 def only_grant(messages: list[ToFront]) -> Grant:
@@ -216,10 +70,10 @@ def test_expansion_waits_for_the_last_step_that_used_the_draft(world: World) -> 
     assert world.tell(TransitionRequest(request_id=7, kind="expand")) == []
     assert (world.elastic.residency, world.elastic.draft_usable) == ("offloading", False)
     assert (world.blocks.num_total, world.draft_calls) == (BASE, [])
-    epoch = world.blocks.draft_epoch
+    epoch = world.blocks.draft.epoch
     assert world.turn() == [TransitionDone(request_id=7, residency="offloaded")]
     assert (world.blocks.num_total, world.draft_calls) == (BASE + EXTRA, ["drop"])
-    assert world.blocks.draft_epoch == epoch + 1
+    assert world.blocks.draft.epoch == epoch + 1
     assert world.elastic.launch_allowed
     assert world.elastic.counters.num_expansions == 1
 
@@ -548,137 +402,3 @@ def test_answers_to_unknown_grants_are_ignored(expanded: World) -> None:
     copy = only_grant(contract(world))
     assert world.tell(GrantAnswer(grant_id=copy.grant_id + 1, ok=True)) == []
     assert world.turn() == []
-
-
-class Chaos:
-    """Rows, an agent that works, fails, stalls and dies, and time, in random order.
-
-    A grant that was sent stays with the agent that got it: it may write what the grant allows
-    until it has answered, or has died and a second has passed, or, stopped, until it is gone.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.world = World()
-        self.num_requests = 0
-        self.held: list[Grant] = []  # that some agent may still work on
-        self.num_done = 0  # blocks of it
-        self.connected = True
-        self.lost_at = 0.0
-        self.world.tell(AgentLink(connected=True))
-        self.events: list[tuple[Callable[[], None], int]] = [
-            (self.start, 8), (self.step, 10), (self.finish, 5), (self.request, 6),
-            (self.turn, 10), (self.work, 8), (self.answer, 4), (self.lose, 2),
-            (self.attach, 5), (self.die, 5), (self.wait, 2),
-        ]  # fmt: skip
-
-    def run(self, num_events: int) -> None:
-        """Let things happen, and check what must hold after each."""
-        calls, weights = zip(*self.events, strict=True)
-        for call in self.rng.choices(calls, weights, k=num_events):
-            call()
-            self.world.check()
-
-    def take(self, messages: list[ToFront]) -> None:
-        """Deliver grants if there is a stream."""
-        grants = [m for m in messages if isinstance(m, Grant)]
-        assert not (grants and self.held), "two grants are open"
-        if self.connected and grants:
-            self.held, self.num_done = grants, 0
-
-    def start(self) -> None:
-        """Admit a row; sometimes of a prefix seen before."""
-        if self.world.elastic.launch_allowed:
-            self.world.start(self.rng.randrange(8), self.rng.randint(1, 14))
-
-    def step(self) -> None:
-        """Rows advance; one without room is preempted."""
-        for row in list(self.world.rows):
-            if self.world.elastic.launch_allowed and not self.world.write(row, 1):
-                self.world.finish(row)
-
-    def finish(self) -> None:
-        """Rows end, whatever goes on; old ones first, and now and then many at once."""
-        for row in self.world.rows[: self.rng.choice([1, 1, 1, 4])]:
-            self.world.finish(row)
-
-    def request(self) -> None:
-        """The agent asks for what the residency calls for."""
-        usable, blocks = self.world.elastic.draft_usable, self.world.blocks
-        timely = blocks.num_free <= 4 if usable else blocks.live_tail_blocks()
-        if not timely and self.rng.random() < 0.95:
-            return
-        kind = "expand" if usable else "contract"
-        self.num_requests += 1
-        self.take(self.world.tell(TransitionRequest(request_id=self.num_requests, kind=kind)))
-
-    def turn(self) -> None:
-        """The loop comes round."""
-        self.take(self.world.turn())
-
-    def work(self) -> None:
-        """The agent does part of what it holds; its stream may be lost."""
-        if self.held:
-            num_blocks = self.rng.randint(0, 3)
-            self.world.perform(self.held[0], self.num_done, num_blocks)
-            self.num_done += num_blocks
-
-    def answer(self) -> None:
-        """The agent ends its grant; now and then it failed."""
-        if self.held and self.connected:
-            ok = self.rng.random() < 0.85
-            self.take(self.world.answer(self.held.pop(), ok, self.num_done))
-
-    def lose(self) -> None:
-        """The stream is lost: the agent died, or only stopped."""
-        if self.connected:
-            self.world.gone = self.rng.random() < 0.5
-            self.connected, self.lost_at = False, self.world.now
-            self.take(self.world.tell(AgentLink(connected=False)))
-
-    def die(self) -> None:
-        """A stopped agent goes at last."""
-        if not self.connected and not self.world.gone:
-            self.world.gone, self.held = True, []
-
-    def attach(self) -> None:
-        """A new agent; the arena's lock lets it in only once the old one writes no more."""
-        if not self.connected and self.world.gone:
-            self.connected, self.held = True, []
-            self.take(self.world.tell(AgentLink(connected=True)))
-
-    def wait(self) -> None:
-        """Time passes; a dead agent's last write ends within a second."""
-        self.world.now += self.rng.choice([0.1, 0.6, 1.0, 4.0])
-        if not self.connected and self.world.gone and self.world.now >= self.lost_at + SETTLE_S:
-            self.held = []
-
-    def settle(self) -> None:
-        """Left alone with a good agent, every transition ends and nothing stays granted."""
-        world = self.world
-        self.die()
-        self.attach()
-        for _ in range(20):
-            world.now += 40
-            self.turn()
-            if self.held:
-                self.take(world.answer(self.held.pop(), True, self.num_done))
-        assert world.elastic.residency in ("resident", "offloaded")
-        assert world.elastic.launch_allowed
-        assert world.elastic.counters.num_granted_blocks == 0
-
-
-def test_random_events() -> None:
-    """Bytes, owners and tables agree after every event, and what can happen did happen."""
-    num_moved = num_contractions = num_given_up = 0
-    for seed in range(120):
-        chaos = Chaos(seed)
-        chaos.run(300)
-        chaos.settle()
-        world = chaos.world
-        num_moved += world.num_moved
-        num_contractions += world.elastic.counters.num_contractions
-        num_given_up += sum(
-            isinstance(m, RequestRefused) and "gone" in m.reason for m in world.sent
-        )
-    assert min(num_moved, num_contractions, num_given_up) >= 30

@@ -224,7 +224,7 @@ def test_ngrams_are_verified_on_the_device(plain: Models) -> None:
     found = engine.run()[0]
     assert found.token_ids == answers[0]
     assert found.finished.usage.num_draft_tokens > 0
-    assert engine.engine.scheduler.blocks.draft_computed([0], 0) == (0, 0)
+    assert engine.engine.scheduler.blocks.draft.computed([0], 0) == (0, 0)
 
 
 def test_a_vocabulary_that_sampling_cannot_take_is_refused(

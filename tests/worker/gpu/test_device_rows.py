@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.engine.plan import PlannedRow
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import PlannedRow, Sequence
 from worker.gpu.device_rows import DeviceRows
 from worker.gpu.staging import Stage
 from worker.kernels.processors import IN_PROMPT, Asked

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from worker.engine.plan import Plan, PlannedRow
-from worker.engine.sequence import Sequence
+from worker.engine.plan import Plan
+from worker.engine.sequence import PlannedRow, Sequence
 from worker.gpu.buckets import Buckets
 from worker.gpu.runner import DeviceRunner
 from worker.kernels.inputs import InputBuffers
