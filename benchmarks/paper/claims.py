@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paper.arms import is_gamma
 from paper.design import BEST_FIXED, ELASTIC, ELASTIC_TRACE, OFF, OURS, PUBLISHED
@@ -27,15 +27,22 @@ class Claim:
     verdict: str  # met, missed, not separated, or not measured
 
 
-def claims(closed: Slices, traces: Slices, elastic: Slices) -> list[Claim]:
+def claims(
+    closed: Slices, traces: Slices, elastic: Slices, cells: Sequence[int] = ()
+) -> list[Claim]:
     """All rows.
 
     Args:
         closed: Tokens per second of closed loops.
         traces: Inverse mean latency under traces.
         elastic: Tokens per second of the elastic section.
+        cells: Rows of the closed loops that a mean is over; until all are measured it says so.
     """
-    found = [_of_best(closed), _mean_over_3(closed), _best_over_3(closed), _latency(closed)]
+    means, num = [_of_best(closed), _mean_over_3(closed)], len(set(map(str, cells)))
+    if len(closed.cells) < num:
+        words = f"{len(closed.cells)} of {num} cells"
+        means = [replace(claim, verdict=words) for claim in means]
+    found = [*means, _best_over_3(closed), _latency(closed)]
     for name in traces.cells:
         fixed = [arm for arm in traces.arms(name) if is_gamma(arm)]
         best = traces.best(name, fixed)
@@ -130,7 +137,8 @@ def _gain(text: str, ratio: Ratio | None, floor: float) -> Claim:
     words = f">= {floor:+.1%}"
     if ratio is None:
         return _unmeasured(text, words)
-    found = f"{ratio.mean - 1:+.1%} [{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]"
+    ends = f"{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}"
+    found = f"{ratio.mean - 1:+.1%} [{ends if ratio.logs.df > 0 else 'one pair of slices'}]"
     return Claim(text=text, floor=words, found=found, verdict=_verdict(ratio.low - 1, floor))
 
 
@@ -146,7 +154,8 @@ def shown(ratio: Ratio | None) -> str:
     """A ratio with its interval; a tilde where the pair was never in one run."""
     if ratio is None:
         return "-"
-    return f"{'' if ratio.paired else '~'}{ratio.mean:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    ends = f"{ratio.low:.3f}, {ratio.high:.3f}" if ratio.logs.df > 0 else "one pair of slices"
+    return f"{'' if ratio.paired else '~'}{ratio.mean:.3f} [{ends}]"
 
 
 def gamma_or_off(arm: str) -> str:

@@ -163,6 +163,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     add("--open-arms", nargs="+", default=list(OPEN_ARMS), help=names)
     add("--closed-passes", type=int, help="pairs of slices; the design's by default")
     add("--open-passes", type=int, help="the same of traces")
+    add("--skip-passes", type=int, default=0, help="passes that an earlier run has measured: "
+        "each has requests of its own")  # fmt: skip
     add("--after", nargs="+", default=[], help="earlier runs: capacity and best gamma are theirs")
     add("--capacity", type=float, default=0.0, help="requests/s, where no run has measured it")
     add("--budget-s", type=float, default=420.0, help="seconds, once the engine is loaded")

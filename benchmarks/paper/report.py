@@ -53,7 +53,8 @@ def report(runs: Sequence[Run], *, replay: bool) -> str:
         parts.append("### Traces: tokens/s over off's\n\n" + _table(rate, "tokens/s"))
     if elastic.cells:
         parts.append("### Elastic memory: tokens/s\n\n" + _levels(elastic))
-    rows = [[c.text, c.floor, c.found, c.verdict] for c in claims(closed, latency, elastic)]
+    stated = claims(closed, latency, elastic, runs[0]["design"]["cells"])
+    rows = [[c.text, c.floor, c.found, c.verdict] for c in stated]
     parts.append("### Claims\n\n" + markdown(["claim", "floor", "found", "verdict"], rows))
     record = pooled(run["record"] for run in runs)
     parts.append("### Acceptance by prompt class and position\n\n" + _classes(record))

@@ -66,23 +66,25 @@ class Session:
         """Every arm at every cell, in passes."""
         design, arms = self._design, self._options.closed_arms
         for cell in self._options.cells:
-            for number in range(design.warm_passes + self._options.closed_passes):
-                for arm in self._due(arms, number):
-                    seed = f"{design.seed} closed {cell} {number}"
-                    asks = amid(endless(self._prompts, seed), cell, seed)
-                    self._slice(
-                        "closed",
-                        str(cell),
-                        number,
-                        functools.partial(self._rig.closed_slice, arm, cell, asks),
-                    )
+            with self._each(f"closed {cell}"):
+                for number in self._numbers(self._options.closed_passes):
+                    for arm in self._due(arms, number):
+                        seed = f"{design.seed} closed {cell} {number}"
+                        asks = amid(endless(self._prompts, seed), cell, seed)
+                        self._slice(
+                            "closed",
+                            str(cell),
+                            number,
+                            functools.partial(self._rig.closed_slice, arm, cell, asks),
+                        )
 
     def open(self) -> None:
         """Every arm under every trace, in passes."""
         best = self._best_fixed(self._options.open_arms)
         arms = tuple(best if arm == BEST_FIXED else arm for arm in self._options.open_arms)
         for name in self._options.traces:
-            self._traces("open", name, arms, self._options.open_passes)
+            with self._each(f"open {name}"):
+                self._traces("open", name, arms, self._options.open_passes)
 
     def elastic(self) -> None:
         """The same trace with the draft's memory elastic and not."""
@@ -93,7 +95,7 @@ class Session:
     def _traces(self, section: str, name: str, arms: tuple[str, ...], passes: int) -> None:
         design = self._design
         capacity = self._capacity()
-        for number in range(design.warm_passes + passes):
+        for number in self._numbers(passes):
             asks = trace(
                 self._prompts,
                 name,
@@ -112,6 +114,20 @@ class Session:
                     functools.partial(self._rig.trace_slice, arm, asks, f"{section} {name}"),
                 )
                 found |= {"asks": digest(asks), "num_asks": len(asks)}
+
+    @contextlib.contextmanager
+    def _each(self, what: str) -> Iterator[None]:
+        """A cell or trace that fails leaves the others their time."""
+        try:
+            yield
+        except JobFailed as error:
+            self._results["left_out"].append(f"{what}: {error}")
+
+    def _numbers(self, passes: int) -> list[int]:
+        """Passes that warm up, and those that count: others than an earlier run's, if asked."""
+        warm = self._design.warm_passes
+        first = warm + self._options.skip_passes
+        return [*range(warm), *range(first, first + passes)]
 
     def _due(self, arms: tuple[str, ...], number: int) -> tuple[str, ...]:
         """Arms of a pass in their order; those that learn nothing need no warm-up."""
