@@ -69,16 +69,21 @@ def resolve_draft(
     return folder
 
 
-def check_local(name: str, *, needs_tokenizer: bool, needs_weights: bool) -> Path | None:
-    """The folder that `name` is, checked; None for an alias or a Hub id, which may not be here.
+def check_local(
+    name: str, cache_dir: Path, *, needs_tokenizer: bool, needs_weights: bool
+) -> Path | None:
+    """The folder that `name` is, checked; None for what must be converted or fetched first.
 
     Raises:
-        ConfigError: It is none of the three, or the folder lacks a file.
+        ConfigError: It is no folder, Hub id or alias, or the folder lacks a file.
     """
-    folder = _local(name)
-    if folder is not None:
-        _check_folder(folder, name, needs_tokenizer=needs_tokenizer, needs_weights=needs_weights)
-    return folder
+    if name in ALIASES:
+        folder = cache_dir / "models" / name
+        return folder if gguf_wheel.is_converted(folder, ALIASES[name]) else None
+    found = _local(name)
+    if found is not None:
+        _check_folder(found, name, needs_tokenizer=needs_tokenizer, needs_weights=needs_weights)
+    return found
 
 
 def default_draft(name: str) -> Path | None:

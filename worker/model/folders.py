@@ -24,13 +24,14 @@ def check_folders(config: WorkerConfig) -> None:
         ConfigError: No such model, its folder lacks a file, it takes fewer tokens than
             --max-model-len, there is no draft, or --cache-dir is no place for files.
     """
+    cache = cache_folder(config.cache_dir)
     if config.cache_dir:
-        _make(cache_folder(config.cache_dir), config.cache_dir)
+        _make(cache, config.cache_dir)
     needs_weights = config.load_format != "dummy"
-    target = check_local(config.model, needs_tokenizer=True, needs_weights=needs_weights)
+    target = check_local(config.model, cache, needs_tokenizer=True, needs_weights=needs_weights)
     if config.proposer == "draft_model":
         if config.draft:
-            check_local(config.draft, needs_tokenizer=False, needs_weights=needs_weights)
+            check_local(config.draft, cache, needs_tokenizer=False, needs_weights=needs_weights)
         else:
             _own_draft(config)
     limit = _positions(target) if target is not None else None

@@ -70,6 +70,13 @@ def test_a_length_beyond_the_model_is_told_at_once(tmp_path: Path, content: dict
     check_flags(WorkerConfig(max_model_len=513, **fields))
 
 
+def test_a_converted_alias_is_asked_too(smollm2: Path) -> None:
+    """The default model's own length is known once it was converted."""
+    check_flags(WorkerConfig(max_model_len=8192, device="cpu"))
+    with pytest.raises(ConfigError, match="--max-model-len=8193: the model was made for 8192"):
+        check_flags(WorkerConfig(max_model_len=8193, device="cpu"))
+
+
 def test_what_may_yet_come_is_waited_for() -> None:
     """Peers that are not there and a model of the Hub are no wrong flags."""
     peers = {"planner": "127.0.0.1:1", "memory_agent": "unix:/nowhere/agent.sock"}
