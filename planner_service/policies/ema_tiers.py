@@ -24,7 +24,6 @@ size of a CUDA graph before its tier is looked up.
 from __future__ import annotations
 
 import random
-import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
@@ -42,19 +41,9 @@ from planner_service.policies.policy import (
     Policy,
     PolicySpec,
 )
+from planner_service.policies.tiers import DEFAULT_TIERS, Tier, parse, problem
 from planner_service.session import Numbers, Session
 from planner_service.sums import Stats
-
-DEFAULT_TIERS = "1:1/3/5/7:-0.25,8:0/1/3,32:0/1,64:0"
-MAX_TIERS = 16
-
-
-class Tier(NamedTuple):
-    """Batch sizes from `first` on, up to the next tier."""
-
-    first: int
-    gammas: tuple[int, ...]  # candidates, ascending
-    hysteresis: float  # added to the thresholds on the way down
 
 
 class State(NamedTuple):
@@ -75,33 +64,6 @@ class State(NamedTuple):
         found = cls(*cast(tuple[int, int, float, int, float, float], numbers))
         ranges = found.steps >= 0 and -1 <= found.average <= MAX_GAMMA
         return found if ranges and 0 <= found.answered <= found.current <= MAX_GAMMA else None
-
-
-def parse(text: str) -> tuple[Tier, ...]:
-    """Read tiers such as "1:1/3/5:-0.25,8:0/1": first batch size, candidates, hysteresis (or 0).
-
-    Raises:
-        ValueError: Says in words what is wrong.
-    """
-    tiers: list[Tier] = []
-    for part in text.replace(" ", "").split(","):
-        match = re.fullmatch(
-            r"([0-9]{1,6}):([0-9]{1,3}(?:/[0-9]{1,3})*)(?::(-?[0-9](?:\.[0-9]{1,6})?))?", part
-        )
-        if match is None:
-            raise ValueError(f"{part[:40]!r} is not of the form first:gamma/gamma/...")
-        first, gammas = int(match[1]), tuple(map(int, match[2].split("/")))
-        low = tiers[-1].first + 1 if tiers else 1
-        if not tiers and first != 1:
-            raise ValueError(f"the first tier starts at {first}, not at batch size 1")
-        if not low <= first <= MAX_BATCH_SIZE:
-            raise ValueError(f"tier {first} does not start in [{low}, {MAX_BATCH_SIZE}]")
-        if list(gammas) != sorted(set(gammas)) or gammas[-1] > MAX_GAMMA:
-            raise ValueError(f"candidates {match[2]} do not ascend within [0, {MAX_GAMMA}]")
-        tiers.append(Tier(first, gammas, float(match[3] or 0)))
-    if len(tiers) > MAX_TIERS:
-        raise ValueError(f"at most {MAX_TIERS} tiers, got {len(tiers)}")
-    return tuple(tiers)
 
 
 class EmaTiers(Policy):
@@ -249,14 +211,6 @@ def _moved(
     return gammas[at], average
 
 
-def _problem(text: str) -> str:
-    try:
-        parse(text)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def _make(values: Mapping[str, ParameterValue]) -> EmaTiers:
     return EmaTiers(
         parse(str(values["tiers"])),
@@ -275,7 +229,7 @@ SPEC = PolicySpec(
             name="tiers",
             kind="text",
             default=DEFAULT_TIERS,
-            problem=_problem,
+            problem=problem,
             form="tiers first:gamma/gamma/...[:hysteresis] from 1 on, with commas between",
             help="candidates for gamma from a batch size on, and hysteresis on the way down",
         ),

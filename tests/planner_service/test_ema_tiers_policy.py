@@ -14,8 +14,9 @@ from nightjar.errors import InvalidRequest
 from planner_service.context import Context, Outcome
 from planner_service.own_sums import OwnSums
 from planner_service.policies import BUILT_IN
-from planner_service.policies.ema_tiers import DEFAULT_TIERS, State, Tier, parse
+from planner_service.policies.ema_tiers import State
 from planner_service.policies.policy import Choice, Policy, check_choice, check_table
+from planner_service.policies.tiers import DEFAULT_TIERS, Tier, parse
 from planner_service.session import Session, pack, unpack
 from planner_service.sums import NOTHING, Stats
 from planner_service.trial import try_out
