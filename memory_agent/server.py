@@ -22,6 +22,7 @@ from nightjar.errors import InvalidRequest, NightjarError, NotPossibleNow
 from nightjar.v1 import memory_pb2, memory_pb2_grpc
 
 NUM_EVENTS = 64  # that the status shows
+LET_GO_S = 10.0  # that a worker which gives way has to read the end of its stream
 PAUSE_S = 30.0  # after a pool could not be mapped: its worker must not drive others out for nothing
 ONE_EACH = "an agent serves one worker: start an agent for each, and name it by --memory-agent"
 
@@ -115,7 +116,10 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
             if not held.dropped:
                 log.get().warning("a worker gives way", worker_id=held.worker_id, to=worker_id)
                 held.drop(f"worker {worker_id!r} needs its draft back from this agent; {ONE_EACH}")
-            await held.closed.wait()
+            try:
+                await asyncio.wait_for(held.closed.wait(), LET_GO_S)
+            except TimeoutError:
+                raise NotPossibleNow(f"worker {held.worker_id!r} does not let go yet") from None
 
     async def _map(self, handshake: memory_pb2.PoolHandshake) -> AgentPool:
         """Map in a thread, since a GPU's pool takes seconds; nothing stays of it if cancelled."""
