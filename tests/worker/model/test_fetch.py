@@ -27,7 +27,8 @@ from tiny import TinyModels, tiny_folder
 
 from nightjar.errors import ConfigError, ModelRefused
 from worker.model import fetch, gguf_wheel
-from worker.model.fetch import check_vocabularies, default_draft, resolve_draft, resolve_model
+from worker.model.fetch import default_draft, resolve_draft, resolve_model
+from worker.model.vocabulary import check_vocabularies
 from worker.text.tokenizer import Tokenizer
 
 
