@@ -161,6 +161,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     names = f"policies, with {', '.join(ALIASES)} for fixed gammas and the published policy"
     add("--closed-arms", nargs="+", default=list(CLOSED_ARMS), help=names)
     add("--open-arms", nargs="+", default=list(OPEN_ARMS), help=names)
+    add("--elastic-arms", nargs="+", default=list(ELASTIC_ARMS), help="`+elastic` behind one lets "
+        "it lend the draft's memory")  # fmt: skip
     add("--closed-passes", type=int, help="pairs of slices; the design's by default")
     add("--open-passes", type=int, help="the same of traces")
     add("--skip-passes", type=int, default=0, help="passes that an earlier run has measured: "
@@ -172,7 +174,8 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     shown = verbs.add_parser("report", allow_abbrev=False, help="make the tables")
     shown.add_argument("files", nargs="+", help="results of runs")
     shown.add_argument("--out", default="", help="file for the tables")
-    shown.add_argument("--no-replay", action="store_true", help="measured figures alone")
+    shown.add_argument("--no-replay", action="store_true", help="measured figures alone; a replay "
+        "takes minutes")  # fmt: skip
     options = parser.parse_args(argv)
     return options if options.verb == "report" else _completed(run, options)
 
@@ -202,7 +205,7 @@ def _completed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         if OFF not in arms:
             parser.error(f"--{name.replace('_', '-')}: needs `{OFF}`, the arm that runs share")
         setattr(options, name, arms)
-    options.elastic_arms = ELASTIC_ARMS
+    options.elastic_arms = tuple(options.elastic_arms)
     options.closed_passes = options.closed_passes or design.closed_passes
     options.open_passes = options.open_passes or design.open_passes
     options.say = lambda text: print(text, file=sys.stderr, flush=True)

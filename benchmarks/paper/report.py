@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices)
     errors: dict[str, list[float]] = {"closed": [], "traces": []}
     rows = []
     for arm in decode.all_arms():
+        _say(arm)
         own = [arm.partition("+")[0]]
         for cell in cells:
             measured = decode.level(str(cell), arm)
@@ -165,6 +167,7 @@ def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices)
     waits = {name: simulated.trace(OFF, name, times) for name, times in traces.items()}
     rows = []
     for arm in dict.fromkeys([*decode.all_arms(), *REPLAYED]):
+        _say(arm)
         own_rates = [simulated.closed(arm, cell) / base[cell] for cell in cells]
         own_waits = [
             waits[name] / simulated.trace(arm, name, times) for name, times in traces.items()
@@ -175,6 +178,10 @@ def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices)
     rows.sort(key=lambda row: -float(row[-1]))
     text += "### Replayed: over off; closed loops tokens/s, traces mean latency\n\n"
     return text + markdown([*heads, "mean"], rows)
+
+
+def _say(arm: str) -> None:
+    print(f"replaying {arm}", file=sys.stderr, flush=True)
 
 
 def _times(runs: Sequence[Run], name: str) -> list[list[float]]:

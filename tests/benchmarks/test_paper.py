@@ -86,6 +86,8 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     cases = (
         ([], "--model, --draft and --spec-bench are needed"),
         (["--tiny", "--cells", "3"], "none of the design's"),
+        (["--tiny", "--rehearse"], "takes a real pair"),
+        (["--flag", "device=cpu"], "the design fixes it"),
         (["--tiny", "--closed-arms", "g1"], "needs `off`"),
         (["--tiny", "--sections", "elastic", "open"], "run it by itself"),
     )
@@ -163,6 +165,8 @@ def test_claims_are_met_missed_or_not_separated() -> None:
     verdicts = [claim.verdict for claim in found]
     assert verdicts == ["met", "met", "met", "met", "met", "not separated", "not measured"]
     cells["1"]["model_guided"] = 140
+    few = claims(*(Slices(runs, "closed", "tok_s") for _ in range(3)), cells=(1, 8, 128))
+    assert [claim.verdict for claim in few[:3]] == ["2 of 3 cells", "2 of 3 cells", "met"]
     slow = claims(
         *(Slices([run_of(cells)], name, "tok_s") for name in ("closed", "open", "elastic"))
     )
