@@ -55,7 +55,8 @@ class Design:
     drain_s: float = 60.0  # at most, until its last answer
     closed_passes: int = 4  # in ABBA order; each gives a pair of every two arms
     open_passes: int = 4
-    warm_passes: int = 1  # before them, not counted: policies and caches begin cold
+    # Before them, not counted: policies and caches begin cold, as a planner with a store does not.
+    warm_passes: int = 2
     # Of the elastic section: a pool for some 150 of these requests, and more rows than that.
     capped_kv_tokens: int = 49_152
     capped_num_seqs: int = 256
@@ -79,6 +80,7 @@ TINY = Design(
     max_model_len=96,
     slice_s=0.12,
     trace_s=0.3,
+    warm_passes=1,
     closed_passes=2,
     open_passes=2,
     capped_kv_tokens=256,
@@ -101,6 +103,7 @@ REHEARSAL = Design(
     max_model_len=192,
     slice_s=3.0,
     trace_s=5.0,
+    warm_passes=1,
     closed_passes=2,
     open_passes=2,
     capped_kv_tokens=1024,

@@ -223,8 +223,9 @@ class Replay:
         max_gamma: int,
         pool: int,
         *,
-        warm_s: float,
-        end_s: float,
+        slice_s: float,
+        warm_passes: int,
+        passes: int,
     ) -> None:
         """Fit.
 
@@ -233,8 +234,9 @@ class Replay:
             cells: Rows of closed loops.
             max_gamma: The engine's.
             pool: Its KV tokens.
-            warm_s: Seconds of a closed loop that do not count, as of the measured ones.
-            end_s: Seconds at which it ends.
+            slice_s: Seconds of a pass of a closed loop.
+            warm_passes: Passes that do not count.
+            passes: Those of a closed loop that do.
 
         Raises:
             NotEnough: The record lacks something.
@@ -246,7 +248,8 @@ class Replay:
         self._text("")  # raises where there is nothing
         self._known: dict[tuple[str, object], float] = {}
         self._max_gamma, self._pool = max_gamma, pool
-        self._warm_s, self._end_s = warm_s, end_s
+        self._warm_passes = warm_passes
+        self._warm_s, self._end_s = warm_passes * slice_s, (warm_passes + passes) * slice_s
 
     def closed(self, arm: str, rows: int) -> float:
         """Tokens per second of decode rows in a closed loop, as long as the measured ones ran."""
@@ -266,11 +269,12 @@ class Replay:
     def trace(self, arm: str, name: str, passes: Sequence[Sequence[float]]) -> float:
         """Mean seconds from arrival to the last token over a trace's passes.
 
-        Of the first pass a third comes once before, and does not count.
+        A third of the first comes before, as often as passes warm up, and does not count.
         """
         if (arm, name) not in self._known:
             warm = passes[0][: max(1, len(passes[0]) // 3)]
-            every = [warm, *passes]
+            every = [*[warm] * self._warm_passes, *passes]
+            begin = self._warm_passes * APART_S
             times = [at + n * APART_S for n, own in enumerate(every) for at in own]
             waits = []
             arrivals = {"kind": "azure", "rate": 1.0, "trace": tuple(times)}
@@ -278,7 +282,7 @@ class Replay:
                 worker = self._start(arm, f"open {name}", seed, **arrivals)
                 worker.run(MAX_STEPS)
                 ended = worker.intake.finished
-                waits += [end - r.arrived_at for r, end in ended if r.arrived_at >= APART_S]
+                waits += [end - r.arrived_at for r, end in ended if r.arrived_at >= begin]
             self._known[arm, name] = mean(waits)
         return self._known[arm, name]
 

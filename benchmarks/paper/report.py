@@ -70,7 +70,7 @@ def report(runs: Sequence[Run], *, replay: bool) -> str:
 def _setting(runs: Sequence[Run]) -> str:
     run, design = runs[0], runs[0]["design"]
     engine = run["engine"]
-    seconds = f"{design['slice_s']:g} s a slice, {design['warm_passes']} pass before not counted"
+    seconds = f"{design['slice_s']:g} s a slice, {design['warm_passes']} passes before not counted"
     lines = ["**A rehearsal: it measures nothing.**"] if design["rehearsal"] else []
     lines += [
         f"Target {run['models']['target']}, draft {run['models']['draft']}; {engine['device']}, "
@@ -135,8 +135,9 @@ def _replayed(runs: Sequence[Run], record: Run, closed: Slices, latency: Slices)
             cells,
             int(runs[0]["max_gamma"]),
             pool,
-            warm_s=design["warm_passes"] * design["slice_s"],
-            end_s=(design["warm_passes"] + design["closed_passes"]) * design["slice_s"],
+            slice_s=design["slice_s"],
+            warm_passes=design["warm_passes"],
+            passes=design["closed_passes"],
         )
     except NotEnough as error:
         return f"### Replayed\n\nNothing: {error}."

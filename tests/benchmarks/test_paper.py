@@ -253,7 +253,7 @@ def test_a_trace_is_replayed_at_the_rate_it_had() -> None:
     counts = {"reached": [1000] + 7 * [0], "accepted": [500] + 7 * [0]}
     place = {"classes": {"c": counts}, "lengths": [("c", 30, 21, True)]}
     record = {"steps": [steps_of(*cell) for cell in grid], "places": {"open p": place}}
-    replay = Replay(record, (1,), 1, 10_000, warm_s=1.0, end_s=2.0)
+    replay = Replay(record, (1,), 1, 10_000, slice_s=1.0, warm_passes=1, passes=1)
     step_s = replay.table.step_us[0][0] / 1e6
     waited = replay.trace("off", "p", [[0.3 * i for i in range(30)]] * 2)
     assert waited == pytest.approx(20 * step_s + step_s + 30 * 20e-6, rel=0.05)
