@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_decode.py --out DIR --vllm-site SITE --trace TRACE.csv
     python benchmarks/gpu_decode.py --out DIR --sections plain,spec --arms exact+draft
-    python benchmarks/gpu_decode.py --out DIR --tiny      # every section but vLLM's, on a CPU
+    python benchmarks/gpu_decode.py --out DIR --tiny      # every section on a CPU, without vLLM
 
 Both engines get the same configuration-only model (7.6B parameters as Qwen2-7B, drafted for by
 0.5B), random weights and the same random prompts. Arms, each an engine in a process of its own:
@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from gpu.machine import machine, say
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print; returns 1 if something that was asked for could not run."""
+    """Measure and print; returns 1 if something could not run, or exact answers differ."""
     options = parsed(argv, __doc__)
     try:
         return measured(options, options.results)
@@ -56,6 +57,8 @@ def measured(options: argparse.Namespace, results: dict[str, Any]) -> int:
     """Measure arm by arm, adding to `results`."""
     file = Path(options.out) / "gpu_decode.json"
     results["machine"] = machine()
+    call = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "options": options.given}
+    results.setdefault("calls", []).append(call)
     failures: dict[str, str] = {}
 
     def save() -> None:
@@ -73,6 +76,8 @@ def measured(options: argparse.Namespace, results: dict[str, Any]) -> int:
                 for section in wanted:
                     try:
                         sections.BY_ARM[section][0](arm, name, options, results, say)
+                        if section == "bits" and (wrong := differing(results, name)):
+                            raise SystemExit(wrong)
                     except (SystemExit, OSError) as error:
                         failures[f"{section} of {name}"] = str(error)
                         say(f"{section} of {name} failed: {error}")
@@ -88,7 +93,15 @@ def measured(options: argparse.Namespace, results: dict[str, Any]) -> int:
     results["left_out"] = {**options.left_out, **failures}
     save()
     show(results, options)
-    return 1 if failures or options.missing else 0
+    return 1 if failures or options.missing or not options.sections else 0
+
+
+def differing(results: dict[str, Any], name: str) -> str:
+    """Say where exact answers differ, if they do."""
+    if not name.startswith("exact"):
+        return ""
+    found = {variant: n for variant, n in results["bits"][name]["differ"].items() if n}
+    return f"exact answers differ: {found}" if found else ""
 
 
 def serve(name: str, options: argparse.Namespace) -> dict[str, Any]:

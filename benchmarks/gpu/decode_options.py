@@ -15,6 +15,7 @@ from gpu import sections, shapes
 from gpu.arm_list import NIGHTJAR, PAIR, PEERS, has_gpu
 
 MAX_GAMMA = 8
+CELLS = (1, 8, 32)
 # What --tiny puts in the place of these options' defaults.
 TINY: dict[str, Any] = {
     "device": "cpu",
@@ -22,7 +23,6 @@ TINY: dict[str, Any] = {
     "flag": ["num-threads=1"],
     "max_num_seqs": 4,
     "batches": [1, 2],
-    "cells": [2],
     "profiled": [2],
     "gammas": [0, 2],
     "context": 20,
@@ -73,8 +73,9 @@ def parsed(argv: list[str] | None, description: str | None) -> argparse.Namespac
     add("--steps", type=int, default=30, help="steps of a cell of spec and idle")
     add("--alphas", type=_shares, default=[0.6, 0.7, 0.8], help="acceptances to compute with")
     add("--synthetic", type=float, default=0.7, help="acceptance of the runs that check spec")
-    add("--cells", type=_numbers, default=[1, 8, 32], help="batch sizes of those runs")
+    add("--cells", type=_numbers, help="batch sizes of those runs; default: 1, 8, 32 of --batches")
     add("--profiled", type=_numbers, default=[1, 32], help="batch sizes of idle")
+    add("--profiled-gammas", type=_numbers, default=[0], help="their gammas")
     add("--copy-bytes", type=int, default=2 << 30, help="size of the copy that gives bandwidth")
     add("--num-answers", type=int, default=8, help="answers that bits compares")
     add("--max-model-len", type=int, default=4096, help="of both engines; cuts the trace's rows")
@@ -93,6 +94,7 @@ def parsed(argv: list[str] | None, description: str | None) -> argparse.Namespac
     if "--tiny" in argv:
         parser.set_defaults(**TINY)
     options = parser.parse_args(argv)
+    options.given = list(argv)
     if unknown := set(options.sections) - {*names}:
         parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     if unknown := set(options.arms or ()) - {*PEERS, *NIGHTJAR, PAIR}:
@@ -104,8 +106,18 @@ def parsed(argv: list[str] | None, description: str | None) -> argparse.Namespac
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not all(0 <= gamma <= MAX_GAMMA for gamma in options.gammas):
         parser.error(f"--gammas are from 0 to {MAX_GAMMA}")
-    if not all(1 <= size <= options.max_num_seqs for size in (*options.batches, *options.cells)):
-        parser.error(f"--batches and --cells are from 1 to --max-num-seqs={options.max_num_seqs}")
+    if not all(1 <= size <= options.max_num_seqs for size in (*options.batches, *options.profiled)):
+        parser.error(
+            f"--batches and --profiled are from 1 to --max-num-seqs={options.max_num_seqs}"
+        )
+    if options.cells is None:
+        options.cells = [size for size in CELLS if size in options.batches]
+    if unmeasured := sorted({*options.cells} - {*options.batches}):
+        parser.error(f"--cells={unmeasured[0]} is none of --batches")
+    if options.cells and not any(options.gammas):
+        options.cells = []  # nothing drafts
+    if not all(0 <= gamma <= max(options.gammas) for gamma in options.profiled_gammas):
+        parser.error(f"--profiled-gammas are from 0 to {max(options.gammas)}, as --gammas are")
     asked = options.arms or ()
     _leave_out(options)
     options.missing = {*asked} - {*options.arms}
@@ -147,6 +159,10 @@ def _leave_out(options: argparse.Namespace) -> None:
         if section in options.sections and not getattr(options, file):
             left[section] = f"needs --{file.replace('_', '-')}"
     options.arms = [arm for arm in arms if arm not in left]
+    for section in options.sections:
+        able = sections.BY_ARM[section][1]
+        if section not in left and not {*able} & {*options.arms}:
+            left[section] = f"runs on {' or '.join(able)} alone"
     options.sections = [section for section in options.sections if section not in left]
     options.left_out = left
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 from gpu.arm_list import NIGHTJAR, PAIR, PEERS, Engine, serving_arm
 from gpu.load import arrivals, highest_rate, read_trace
 from gpu.shapes import Shape
-from gpu.tables import computed
+from gpu.tables import computed, tokens_per_step
 
 Say = Callable[[str], None]
 Results = dict[str, Any]
@@ -37,32 +39,49 @@ def plain(arm: Engine, name: str, options: argparse.Namespace, results: Results,
 
 
 def spec(arm: Engine, name: str, options: argparse.Namespace, results: Results, say: Say) -> None:
-    """Step times by batch size and gamma, then the chosen cells with acceptance made up."""
+    """Step times by batch size and gamma, then the chosen cells with acceptance made up.
+
+    Steps are those in the middle of an answer of the closed loop, as the peer's rates are.
+    """
     cells = results.setdefault("spec", {}).setdefault(name, {})
-    ask = {"op": "steady", "length": options.context, "vocab": options.vocab, "prefix_cache": True}
+    ask = {"op": "steady", "vocab": options.vocab, "prefix_cache": True}
     for batch in options.batches:
         own = cells.setdefault(str(batch), {})
+        length = _centred(options, options.steps)
         for gamma in options.gammas:
-            own[str(gamma)] = arm.run(
-                **ask, count=batch, seed=batch, gamma=gamma, num_steps=options.steps
-            )
+            job = {**ask, "count": batch, "seed": batch, "length": length}
+            own[str(gamma)] = arm.run(**job, gamma=gamma, num_steps=options.steps)
             say(f"spec {name} batch {batch} gamma {gamma}: {own[str(gamma)]['step_ms']} ms")
-    alpha = options.synthetic
-    for batch in options.cells if arm.facts.get("can_pretend") else ():
-        rates = computed(cells, str(batch), alpha)
-        gamma = max((g for g in rates if g), key=rates.__getitem__)
-        job = {**ask, "count": batch, "seed": batch, "gamma": gamma, "acceptance": alpha}
-        found = arm.run(**job, num_steps=4 * options.steps)
-        results.setdefault("synthetic", {})[f"{name} batch {batch}"] = {
-            **found,
-            "arm": name,
-            "acceptance": alpha,
-            "computed": round(rates[gamma], 1),
-            "ratio": round(found["tok_s"] / rates[gamma], 3),
-        }
-        say(f"synthetic {name} batch {batch} gamma {gamma}: {found['tok_s']} tok/s")
     if not arm.facts.get("can_pretend"):
         say(f"spec {name}: this engine cannot pretend an acceptance; no run checks the table")
+        return
+    alpha, num_steps = options.synthetic, 4 * options.steps
+    for batch in options.cells:
+        rates = {g: r for g, r in computed(cells, str(batch), alpha).items() if g}
+        gamma = max(rates, key=rates.__getitem__)
+        length = _centred(options, num_steps * tokens_per_step(alpha, gamma))
+        job = {**ask, "count": batch, "length": length, "gamma": gamma, "acceptance": alpha}
+        runs = [
+            arm.run(**job, seed=1000 * turn + batch, num_steps=num_steps)
+            for turn in range(options.repeats)
+        ]
+        rate = statistics.median(run["tok_s"] for run in runs)
+        results.setdefault("synthetic", {})[f"{name} batch {batch}"] = {
+            "arm": name,
+            "batch": batch,
+            "gamma": gamma,
+            "acceptance": alpha,
+            "tok_s": rate,
+            "computed": round(rates[gamma], 1),
+            "ratio": round(rate / rates[gamma], 3),
+            "runs": runs,
+        }
+        say(f"synthetic {name} batch {batch} gamma {gamma}: {[run['tok_s'] for run in runs]} tok/s")
+
+
+def _centred(options: argparse.Namespace, num_tokens: float) -> int:
+    """The prompt's length with which so many tokens lie in the middle of the closed loop's."""
+    return max(1, options.context + round((options.tokens - num_tokens) / 2))
 
 
 def idle(arm: Engine, name: str, options: argparse.Namespace, results: Results, say: Say) -> None:
@@ -71,16 +90,22 @@ def idle(arm: Engine, name: str, options: argparse.Namespace, results: Results, 
     size = 2 if options.dtype == "bfloat16" else 4
     rate = arm.run(op="copy_rate", num_bytes=options.copy_bytes)["bytes_s"]
     results["copy_bytes_s"] = rate
-    ask = {"op": "profile", "length": options.context, "vocab": options.vocab, "gamma": 0}
-    for batch in options.profiled:
-        cell = arm.run(**ask, count=batch, seed=batch, num_steps=options.steps, prefix_cache=True)
+    ask = {"op": "profile", "vocab": options.vocab, "num_steps": options.steps}
+    ask |= {"prefix_cache": True, "length": _centred(options, options.steps)}
+    for batch, gamma in itertools.product(options.profiled, options.profiled_gammas):
+        if gamma and not name.endswith("+draft"):
+            continue
+        cell = arm.run(**ask, count=batch, seed=batch, gamma=gamma)
         step_us = cell["plain"]["step_ms"] * 1e3
-        read = size * (shape.step_params + batch * options.context * shape.kv_values)
-        cell["idle_share"] = round(max(0.0, 1 - cell["covered_us"] / step_us), 5)
-        cell["bytes_read"] = read
-        cell["roofline"] = round(read / rate * 1e6 / step_us, 4)
-        results.setdefault("idle", {}).setdefault(name, {})[str(batch)] = cell
-        say(f"idle {name} batch {batch}: {cell['idle_share']:.2%}, roofline {cell['roofline']}")
+        cell["idle_share"] = round(1 - cell["covered_us"] / step_us, 5)
+        if gamma == 0:
+            context = options.context + options.tokens / 2
+            read = size * (shape.step_params + batch * context * shape.kv_values)
+            cell["bytes_read"] = read
+            cell["roofline"] = round(read / rate * 1e6 / step_us, 4)
+        where = f"{batch}" if gamma == 0 else f"{batch} gamma {gamma}"
+        results.setdefault("idle", {}).setdefault(name, {})[where] = cell
+        say(f"idle {name} batch {where}: {cell['idle_share']:.2%} of {step_us:.0f} us")
 
 
 def bits(arm: Engine, name: str, options: argparse.Namespace, results: Results, say: Say) -> None:

@@ -86,8 +86,9 @@ def spec(results: Results, alphas: Sequence[float]) -> str:
             for alpha in alphas:
                 rates = computed(cells, batch, alpha)
                 gamma = max(rates, key=rates.__getitem__)
-                base = peer[batch][0] if batch in peer else rates.get(0, rates[gamma])
-                row.append(f"gamma {gamma}: {rates[gamma]:.0f} tok/s, {rates[gamma] / base:.2f} x")
+                base = peer[batch][0] if batch in peer else None if peer else rates.get(0)
+                over = f", {rates[gamma] / base:.2f} x" if base else ""
+                row.append(f"gamma {gamma}: {rates[gamma]:.0f} tok/s{over}")
             rows.append(row)
         base_name = "vLLM's plain" if peer else "its own gamma 0"
         heads = ["batch", *(f"acceptance {alpha:g}" for alpha in alphas)]
@@ -110,7 +111,7 @@ def idle(results: Results) -> str:
             f"{cell['covered_us'] / 1e3:.3f}",
             f"{cell['idle_share']:.2%}",
             f"{cell['waits_us']:.0f} / {cell['short_gaps_us']:.0f}",
-            f"{cell['roofline']:.1%}",
+            f"{cell['roofline']:.1%}" if "roofline" in cell else "-",
         ]
         for arm, cells in results["idle"].items()
         for batch, cell in cells.items()

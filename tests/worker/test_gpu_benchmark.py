@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -47,6 +48,48 @@ def test_every_section_of_a_loaded_engine_gives_figures(
     shown = capsys.readouterr().out
     assert "best gamma" in shown
     assert "left out: vllm: needs --vllm-site" in shown
+
+
+class PretendingArm:
+    """An arm whose steps take a millisecond, and one more for each draft."""
+
+    facts: ClassVar[dict[str, Any]] = {"can_pretend": True}
+
+    def run(self, **job: Any) -> dict[str, Any]:
+        """A steady job."""
+        step_ms = 1.0 + job["gamma"]
+        return {"step_ms": step_ms, "tok_s": 1000.0 * job["count"], "length": job["length"]}
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize("gammas", ["0", "2", "0,2"])
+def test_made_up_acceptance_runs_in_cells_that_were_measured(tmp_path: Path, gammas: str) -> None:
+    """Without one of the usual cells, or without drafts, the others count; no step is lost."""
+    from gpu import sections
+    from gpu.decode_options import parsed
+
+    flags = ["--tiny", f"--out={tmp_path}", "--batches=1,4", f"--gammas={gammas}", "--repeats=3"]
+    options = parsed([*flags, "--tokens=64", "--context=100"], None)
+    results: dict[str, Any] = {}
+    sections.spec(PretendingArm(), "exact+draft", options, results, lambda _: None)
+    assert results["spec"]["exact+draft"]["4"].keys() == set(gammas.split(","))
+    assert next(iter(results["spec"]["exact+draft"]["4"].values()))["length"] == 130
+    assert len(results.get("synthetic", {})) == (0 if gammas == "0" else 1)
+
+
+@pytest.mark.usefixtures("on_path")
+def test_what_no_arm_can_measure_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A section that no wanted arm has, and a cell that no batch is, are named."""
+    import gpu_decode
+
+    where = ["--tiny", f"--out={tmp_path}"]
+    assert gpu_decode.main([*where, "--sections=spec", "--arms=exact"]) == 1
+    assert "spec: runs on exact+draft or free+draft alone" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gpu_decode.main([*where, "--cells=7"])
+    assert "--cells=7 is none of --batches" in capsys.readouterr().err
 
 
 @pytest.mark.slow
