@@ -11,10 +11,11 @@ from typing import Any
 from nightjar.errors import ConfigError
 from paper.asks import times_of
 from paper.claims import claims, gamma_or_off, shown
+from paper.costs import NotEnough
 from paper.design import MAX_GAMMA, OFF, REPLAYED, TRACES
 from paper.pairs import Slices
 from paper.record import pooled, together
-from paper.replay import TOLERANCE, NotEnough, Replay
+from paper.replay import TOLERANCE, Replay
 from paper.stats import mean
 
 Run = Mapping[str, Any]

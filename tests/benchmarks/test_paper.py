@@ -198,7 +198,8 @@ def steps_of(rows: int, gamma: int, kv: int, prefill: int) -> dict[str, int]:
 
 def test_the_simulator_meets_a_record_of_itself() -> None:
     """Costs, slopes, catch-up and acceptance that made a record are found in it again."""
-    from paper.replay import NotEnough, acceptance, cost_table, whole_lengths
+    from paper.costs import NotEnough, cost_table
+    from paper.replay import acceptance, whole_lengths
 
     # With many rows, one of them is most often amid its prompt: 64 are hardly ever there.
     grid = itertools.product((1, 8, 61, 63), range(4), (5_000, 20_000, 90_000), (0, 256))
