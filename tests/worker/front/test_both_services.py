@@ -134,6 +134,7 @@ async def test_an_engine_that_dies_ends_both(front: FrontMaker) -> None:
         error = await refusal(one, ours("abc", max_tokens=400))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _rest(call)
+        assert await one.task == 1  # cancelled while it ends, it would leave its port open
     assert len(first.chunk.token_ids) > 0
     assert error.code() is caught.value.code() is grpc.StatusCode.INTERNAL
     assert error.details() == caught.value.details()
