@@ -46,7 +46,8 @@ def claims(
     for name in traces.cells:
         fixed = [arm for arm in traces.arms(name) if is_gamma(arm)]
         best = traces.best(name, fixed)
-        found.append(_above(traces, name, best or BEST_FIXED, f"best fixed gamma ({best})"))
+        words = gamma_or_off(best) if best else "not measured"
+        found.append(_above(traces, name, best or BEST_FIXED, f"best fixed gamma ({words})"))
         others = (PUBLISHED, *_others(traces.arms(name)))
         found += [_above(traces, name, other, gamma_or_off(other)) for other in others]
     if len(traces.cells) > 1:
