@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from gpu import memory_marks
 from gpu.arm_list import FOLDERS
 from gpu.driver import Driver, Feed
 from gpu.served import environment, service
@@ -27,9 +29,11 @@ from worker.messages import (
     PoolMap,
     Pressure,
     RequestRefused,
+    StepOutput,
     ToEngine,
     ToFront,
     TransitionDone,
+    TransitionRequest,
 )
 from worker.model.build import Models
 
@@ -46,6 +50,9 @@ class AgentFeed(Feed):
         self.client: MemoryClient | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.sent: list[tuple[float, ToFront]] = []  # of transitions, and when
+        self.asked: list[tuple[float, TransitionRequest]] = []  # by the agent, and when
+        self.tokens: list[tuple[float, int]] | None = None  # when a request got some, if watched
+        self.on_map: Callable[[], None] = lambda: None  # called with each map that is sent
 
     def poll(self, timeout_s: float) -> list[ToEngine]:
         """What is due or has arrived; waits only while nothing has."""
@@ -64,8 +71,13 @@ class AgentFeed(Feed):
     def send(self, message: ToFront) -> None:
         """Pass talk of memory on, the rest as a feed does."""
         if not isinstance(message, _TALK):
+            if self.tokens is not None and isinstance(message, StepOutput):
+                at = time.perf_counter()
+                self.tokens += [(at, request_id) for request_id in message.request_ids]
             super().send(message)
             return
+        if isinstance(message, PoolMap):
+            self.on_map()
         if not isinstance(message, Pressure):
             self.sent.append((time.perf_counter(), message))
         if self.client is not None and self.loop is not None:
@@ -93,7 +105,9 @@ class Bench:
         self.blocks, self.elastic = engine.scheduler.blocks, engine.memory.elastic
         self.start_s = round(time.perf_counter() - begin, 1)
         self.phases: list[tuple[float, str]] = []  # that the engine came to, and when
-        advance = engine.memory.advance
+        self.taken: list[int] = []  # blocks set aside by `press`
+        self.num_moved = 0  # blocks that took the place of their sources
+        advance, rename = engine.memory.advance, self.blocks.rename
 
         def noted() -> None:
             advance()
@@ -101,19 +115,31 @@ class Bench:
             if not self.phases or self.phases[-1][1] != phase:
                 self.phases.append((time.perf_counter(), phase))
 
+        def renamed(moves: dict[int, int]) -> None:
+            self.num_moved += sum(self.blocks._refs[source] > 0 for source in moves)
+            rename(moves)
+
         setattr(engine.memory, "advance", noted)  # noqa: B010
+        setattr(self.blocks, "rename", renamed)  # noqa: B010
 
     @contextmanager
-    def agent(self, *flags: str) -> Iterator[str]:
-        """Attach an agent, a process of its own, until the end of the block; gives its address."""
-        environ = environment(*FOLDERS)
+    def agent(self, *flags: str, marks: Path | None = None) -> Iterator[str]:
+        """Attach an agent, a process of its own, until the end of the block; gives its address.
+
+        With `marks` it notes there when it passes its failpoints.
+        """
+        environ, module = environment(*FOLDERS), "nightjar"
+        if marks is not None:
+            module, environ[memory_marks.MARKS] = "gpu.memory_marks", str(marks)
         own = [f"--shm-dir={self.config.shm_dir}", *flags]
-        with service("memory-agent", own, environ) as address:
+        with service("memory-agent", own, environ, module) as address:
             loop, attached = _loop(), threading.Event()
 
             def arrived(message: Any) -> None:
                 if isinstance(message, AgentLink) and message.connected:
                     attached.set()
+                if isinstance(message, TransitionRequest):
+                    self.feed.asked.append((time.perf_counter(), message))
                 self.feed.arrived.put(message)
 
             client = MemoryClient(address, "bench", self.pool, arrived)
@@ -165,6 +191,21 @@ class Bench:
     def release(self, taken: list[int]) -> None:
         """Give blocks back that were set aside."""
         self.blocks.release_reserved(taken)
+
+    def press(self, num_left: int) -> None:
+        """`squeeze`, until `ease`."""
+        self.taken += self.squeeze(num_left)
+
+    def ease(self) -> None:
+        """Take all of `press` back."""
+        taken, self.taken = self.taken, []
+        self.release(taken)
+
+    def forget(self) -> None:
+        """Drop what was noted of transitions, and begin anew."""
+        self.feed.sent.clear()
+        self.feed.asked.clear()
+        self.phases.clear()
 
     def close(self) -> None:
         """Let go of the models."""

@@ -18,16 +18,18 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "flag": ["num-threads=1", "build=eager"],
-    "agent_flag": ["--hold-s=0.1"],
     "capped_tau": 30,
+    "capped_hold": 0.1,
     "block_bytes": 2048,
     "moved_bytes": 1 << 16,
     "copy_bytes": 1 << 16,
     "repeats": 1,
-    "rows": 2,
+    "rows": 6,
     "context": 40,
-    "steps": 6,
-    "reload_cycles": 1,
+    "steps": 12,
+    "reload_cycles": 2,
+    "drafting_cycles": 1,
+    "full_cycles": 1,
     "num_blocks": 64,
     "max_num_seqs": 40,
     "max_model_len": 480,
@@ -69,8 +71,10 @@ def parsed(argv: list[str], description: str | None) -> argparse.Namespace:
     add("--death-bytes", type=int, default=8 << 30, help="of death: size of the arena")
     add("--rows", type=int, default=32, help="of reload: rows that decode")
     add("--context", type=int, default=512, help="of reload: tokens of a prompt")
-    add("--steps", type=int, default=60, help="of reload: steps before the contraction")
-    add("--reload-cycles", type=int, default=6, help="of reload: contractions that count")
+    add("--steps", type=int, default=40, help="of reload: steps before the contraction")
+    add("--reload-cycles", type=int, default=5, help="of reload: contractions that count")
+    add("--drafting-cycles", type=int, default=2, help="of reload: those whose rows draft again")
+    add("--full-cycles", type=int, default=2, help="of reload: those under a full head")
     add("--num-blocks", type=int, default=0, help="blocks of the capped head; 0: as the card gives")
     add("--card-bytes", type=float, default=24e9, help="of capped: memory of the card")
     add("--card-share", type=float, default=0.9, help="of capped: part of it that is used")
@@ -83,6 +87,7 @@ def parsed(argv: list[str], description: str | None) -> argparse.Namespace:
     add("--requests-per-row", type=int, default=2, help="of capped: requests for each row at once")
     add("--capped-gammas", type=_numbers, default=[0, 1], help="of the arm without elastic memory")
     add("--capped-tau", type=float, default=0.1, help="of capped: the agent's --tau-low")
+    add("--capped-hold", type=float, default=1, help="of capped: the agent's --hold-s")
     add("--synthetic", type=float, default=0.7, help="acceptance of its drafts")
     add("--cycles", type=int, default=1000, help="expansions and contractions")
     add("--cycle-model", help="target of cycles; default: the shipped draft")

@@ -1,161 +1,270 @@
-"""Steps around a contraction and a reload: what the agent's work costs the rows that decode."""
+"""Steps and tokens around a contraction and a reload: what they cost the rows that decode.
+
+Three groups of cycles: rows that never draft, for the floors; rows that draft again once the draft
+is back, for the catch-up; and a head that gets full during the contraction, for rows that are
+preempted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import statistics
-import time
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from gpu.driver import JobFailed
-from gpu.load import prompts
+from gpu import memory_floors
+from gpu.memory_contraction import (
+    AGENT,
+    Contraction,
+    clear,
+    contract,
+    expand,
+    overlapping,
+    within,
+)
 from gpu.memory_link import Bench
-from worker.messages import Grant
 
-AGENT = ("--hold-s=0", "--tau-low=0.1", "--tau-high=0.1", "--backoff-s=0.1")
-AFTER_S = 0.05  # that a transition is watched for once the draft is where it belongs
+Found = dict[str, Any]
 
 
-def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+def measure(bench: Bench, options: argparse.Namespace) -> Found:
     """Cycles of expansion and contraction under rows that decode and live in the tail."""
-    cycles = []
-    with bench.agent(*AGENT, *options.agent_flag):
-        for seed in range(options.reload_cycles + 1):
-            cycles.append(_cycle(bench, options, seed))
-            bench.say(f"reload, cycle {seed}: {cycles[-1]}")
-    cycles = cycles[1:]  # the first one is where everything is used for the first time
-    median = statistics.median
-    found: dict[str, Any] = {"rows": options.rows, "context": options.context, "cycles": cycles}
-    found["step_before_ms"] = median(c["before_mean_ms"] for c in cycles)
-    found["step_loading_ms"] = median(c["loading_ms"] for c in cycles)
-    ratios = [c["loading_ms"] / c["before_mean_ms"] for c in cycles]
-    found["loading_over_before"] = round(median(ratios), 4)
-    added = [c["longest_ms"] - c["before_ms"] for c in cycles]
-    found["added_by_contraction_ms"] = round(max(added), 3)
-    ratios = [more / c["before_ms"] for more, c in zip(added, cycles, strict=True)]
-    found["added_in_steps"] = round(max(ratios), 3)
-    for name in ("contraction", "expansion"):
-        longest = [c[f"longest_of_{name}_ms"] for c in cycles]
-        found[f"longest_of_{name}_ms"] = max(longest)
-        found[f"longest_of_{name}_in_steps"] = round(
-            max(span / c["before_ms"] for span, c in zip(longest, cycles, strict=True)), 3
-        )
-    found["reload_ms"] = median(c["reload_ms"] for c in cycles)
-    found["image_mb"] = round(bench.pool.image_bytes / 1e6, 1)
+    plain: list[Found] = []
+    drafting: list[Found] = []
+    full: list[Found] = []
+    flags = [*AGENT, *options.agent_flag]
+    bench.driver.reset()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        bench.agent(*flags, marks=(marks := Path(folder) / "marks")),
+    ):
+        seeds = itertools.count()
+        for _ in range(options.reload_cycles + 1):
+            seen = contract(bench, options, next(seeds), marks)
+            plain.append({**_plain(seen), "longest_of_expansion_ms": _ms(expand(bench, options))})
+            _end(bench, "reload", plain)
+        gamma = bench.config.max_gamma
+        for _ in range(options.drafting_cycles + 1 if options.drafting_cycles else 0):
+            seen = contract(bench, options, next(seeds), marks, gamma=gamma)
+            drafting.append(_drafting(seen))
+            _end(bench, "reload, rows that draft again", drafting)
+        for _ in range(options.full_cycles):
+            seen = contract(bench, options, next(seeds), marks, full=True)
+            full.append(_full(seen))
+            _end(bench, "reload, full head", full)
+    # The first of each is where everything is used for the first time.
+    found: Found = {
+        "rows": options.rows + 1,
+        "context": options.context,
+        "agent_flags": flags,
+        "image_mb": round(bench.pool.image_bytes / 1e6, 1),
+        "cycles": plain[1:],
+        "drafting_again": {"gamma": gamma, "cycles": drafting[1:]},
+        "full_head": {"cycles": full},
+    }
+    _sum_up(found)
+    _judge(found, options)
     return found
 
 
-def _cycle(bench: Bench, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    driver, blocks = bench.driver, bench.blocks
-    low = max(2, int(0.05 * blocks.num_base_blocks))
-    size = blocks.block_size
-    _submit(bench, [prompts(1, options.context, vocab=options.vocab, seed=7_000 + seed)[0]])
-    bench.until(lambda: bench.scheduler.num_running == 1, "a row runs")
-    taken = bench.squeeze(low)
-    bench.until(lambda: bench.elastic.residency == "offloaded", "the pool grew")
-    needed = options.rows * -(-options.context // size) + 2 * options.rows
-    if needed > blocks.num_free:
-        raise SystemExit(f"{options.rows} rows need {needed} blocks; {blocks.num_free} are free")
-    asked = prompts(options.rows, options.context, vocab=options.vocab, seed=seed)
-    _submit(bench, asked)
-    rows = options.rows + 1
-    bench.until(lambda: _all_decode(bench, rows), "every row decodes")
-    driver.retired.clear()
-    bench.until(lambda: len(driver.retired) > options.steps, "steps before")
-    before = list(driver.retired)
-    num_in_tail = len(blocks.live_tail_blocks())
-    bench.feed.sent.clear()
-    bench.phases.clear()
-    driver.retired.clear()
-    bench.release(taken)
-    begun = time.perf_counter()
-    bench.until(lambda: bench.elastic.residency == "resident", "the draft came back")
-    reached = time.perf_counter()
-    bench.until(lambda: driver.retired[-1].at > reached + AFTER_S, "steps after")
-    _check_running(bench, rows)
-    grants = [(at, m) for at, m in bench.feed.sent if isinstance(m, Grant)]
-    loads = [at for at, m in grants if m.kind == "load"]
-    copies = [m for _, m in grants if m.kind == "copy"]
-    first = grants[0][0]
-    ends = [at for at, phase in bench.phases if phase in ("IDLE", "RESTORING") and at > loads[-1]]
-    loaded = ends[0] if ends else reached
-    whole = [before[-1], *driver.retired]
-    spans = [(a.at, b.at) for a, b in itertools.pairwise(whole)]
-    moving = [e - b for b, e in spans if e > first and b < loads[0]]
-    loading = [e - b for b, e in spans if b >= loads[0] and e <= loaded]
-    if not loading:  # a load shorter than a step: the one that it fell into
-        loading = [e - b for b, e in spans if e > loads[0] and b < loaded]
-    usual = [b.at - a.at for a, b in itertools.pairwise(before)]
-    expansion = _expansion(bench, low, rows)
+def _end(bench: Bench, what: str, cycles: list[Found]) -> None:
+    clear(bench)
+    brief = {name: value for name, value in cycles[-1].items() if not name.startswith("all_")}
+    bench.say(f"{what}, cycle {len(cycles) - 1}: {brief}")
+
+
+def _plain(seen: Contraction) -> Found:
+    """Figures of a cycle in which nobody drafts."""
+    usual, spans = seen.usual(), seen.spans()
+    mean, median = statistics.mean(usual), statistics.median(usual)
+    gaps_before = _flat(seen.gaps(seen.before[0].at, seen.before[-1].at))
+    gaps = _flat(seen.gaps(seen.decided, seen.end))
+    usual_gap = statistics.median(gaps_before)
+    longest = max(gaps)
+    copying, loading = seen.copying, (seen.loading, seen.resident)
     return {
-        "before_ms": round(statistics.median(usual) * 1e3, 4),
-        "before_mean_ms": round(statistics.mean(usual) * 1e3, 4),
-        "before_p95_ms": round(sorted(usual)[int(0.95 * len(usual))] * 1e3, 4),
-        "moving_ms": [round(span * 1e3, 3) for span in moving],
-        "longest_ms": round(max(moving) * 1e3, 4),
-        "longest_of_contraction_ms": round(max(e - b for b, e in spans) * 1e3, 4),
-        "longest_of_expansion_ms": round(expansion * 1e3, 4),
-        "loading_ms": round(statistics.mean(loading) * 1e3, 4),
-        "num_steps_loading": len(loading),
-        "reload_ms": round((loaded - loads[0]) * 1e3, 3),
-        "decided_ms": round((first - begun) * 1e3, 2),
-        "blocks_in_tail": num_in_tail,
-        "blocks_moved": [len(m.source_ids) for m in copies],
+        "before_ms": _ms(median),
+        "before_mean_ms": _ms(mean),
+        "gap_before_ms": _ms(usual_gap),
+        "longest_gap_ms": _ms(longest),
+        "added_in_steps": round((longest - usual_gap) / median, 4),
+        "longest_step_ms": _ms(max(end - begin for begin, end in spans if end > seen.decided)),
+        "loading_ms": _ms(statistics.mean(overlapping(spans, loading))),
+        "copying_ms": _ms(statistics.mean(overlapping(spans, copying))),
+        "decided_ms": _ms(seen.decided - seen.released),
+        "copying_took_ms": _ms(copying[1] - copying[0]),
+        "reload_took_ms": _ms(seen.resident - seen.loading),
+        "blocks_in_tail": seen.num_in_tail,
+        "blocks_granted": seen.moved,
+        "blocks_in_rest": seen.num_in_rest,
+        "blocks_moved": seen.num_moved,
+        "tokens_between_first_copy_and_rest": seen.tokens_between,
+        "num_refused": seen.num_refused,
+        "all_loading": [_share(span, mean) for span in overlapping(spans, loading)],
+        "all_copying": [_share(span, mean) for span in overlapping(spans, copying)],
+        "all_within_copying": [_share(span, mean) for span in within(spans, copying)],
+        # Of the grant of the tail; times of steps, between two retirements.
+        "all_steps_began_ms": [_ms(begin - seen.loading) for begin, _ in spans],
+        "all_steps_took_ms": [_ms(end - begin) for begin, end in spans],
+        "all_steps_before_ms": [_ms(span) for span in usual],
+        "all_copying_ms": [_ms(at - seen.loading) for at in copying],
+        "all_resident_ms": _ms(seen.resident - seen.loading),
+        "all_decided_ms": _ms(seen.decided - seen.loading),
+        "all_gaps_before_ms": _distribution(gaps_before),
+        "all_gaps_ms": _distribution(gaps),
     }
 
 
-def _expansion(bench: Bench, low: int, num_rows: int) -> float:
-    """Press until the draft has left; longest seconds between two steps, from the squeeze on.
+def _drafting(seen: Contraction) -> Found:
+    """Figures of a cycle whose rows draft as soon as the draft is back."""
+    steady = statistics.median(b.at - a.at for a, b in itertools.pairwise(seen.steady))
+    gaps = _flat(seen.gaps(seen.decided, seen.end))
+    after = _flat(seen.gaps(seen.resident, seen.end))
+    rows = [row for step in seen.catch_up for row in step.done.plan.rows]
+    return {
+        "before_ms": _ms(statistics.median(seen.usual())),
+        "drafting_ms": _ms(steady),
+        "longest_gap_ms": _ms(max(gaps)),
+        "longest_gap_in_steps": round(max(gaps) / steady, 4),
+        "longest_in_catch_up_ms": _ms(max(after)),
+        "longest_in_catch_up_in_steps": round(max(after) / steady, 4),
+        "catch_up_ms": _ms(seen.steady[0].at - seen.resident),
+        "num_steps_of_catch_up": len(seen.catch_up),
+        "tokens_caught_up": sum(row.num_catch_up for row in rows),
+        "all_steps_of_catch_up_ms": [
+            _ms(b.at - a.at) for a, b in itertools.pairwise([*seen.catch_up, seen.steady[0]])
+        ],
+        "all_gaps_ms": _distribution(gaps),
+    }
 
-    Ends every row and waits for the draft's return, so that the next cycle begins as this one.
-    """
-    driver = bench.driver
-    last = driver.retired[-1]
-    driver.retired.clear()
-    taken = bench.squeeze(low)
-    bench.until(lambda: bench.elastic.residency == "offloaded", "the pool grew")
-    reached = time.perf_counter()
-    bench.until(
-        lambda: bool(driver.retired) and driver.retired[-1].at > reached + AFTER_S, "steps after"
+
+def _full(seen: Contraction) -> Found:
+    """Figures of a cycle whose head gets full, of rows that were preempted and of those not."""
+    gaps = seen.gaps(seen.decided, seen.end)
+    usual = statistics.median(seen.usual())
+    found: Found = {
+        "before_ms": _ms(usual),
+        "rows_preempted": len(seen.preempted),
+        "blocks_in_rest": seen.num_in_rest,
+        "watched_ms": _ms(seen.end - seen.decided),
+    }
+    for name, ids in (
+        ("others", gaps.keys() - seen.preempted),
+        ("preempted", gaps.keys() & seen.preempted),
+    ):
+        part = _flat({request_id: gaps[request_id] for request_id in ids})
+        found[f"longest_of_{name}_ms"] = _ms(max(part)) if part else None
+        found[f"longest_of_{name}_in_steps"] = round(max(part) / usual, 4) if part else None
+        found[f"all_of_{name}_ms"] = _distribution(part)
+    return found
+
+
+def _sum_up(found: Found) -> None:
+    """Figures over all cycles."""
+    cycles = found["cycles"]
+    for name, key in (
+        ("loading_over_before", "all_loading"),
+        ("copying_over_before", "all_copying"),
+        ("within_copying_over_before", "all_within_copying"),
+    ):
+        shares = [share for c in cycles for share in c[key]]
+        found[name] = round(statistics.mean(shares), 4) if shares else None
+        found[f"num_steps_of_{name}"] = len(shares)
+    for name in ("before_mean_ms", "loading_ms", "copying_ms", "copying_took_ms", "reload_took_ms"):
+        found[name] = statistics.median(c[name] for c in cycles)
+    found["added_in_steps"] = max(c["added_in_steps"] for c in cycles)
+    found["longest_gap_ms"] = max(c["longest_gap_ms"] for c in cycles)
+    found["longest_of_expansion_ms"] = max(c["longest_of_expansion_ms"] for c in cycles)
+    found["num_with_rest"] = sum(c["blocks_in_rest"] > 0 for c in cycles)
+    found["num_that_grew"] = sum(
+        c["blocks_in_rest"] > 0 and c["tokens_between_first_copy_and_rest"] > 0 for c in cycles
     )
-    _check_running(bench, num_rows)
-    longest = max(b.at - a.at for a, b in itertools.pairwise([last, *driver.retired]))
-    driver.reset()
-    bench.release(taken)
-    bench.until(lambda: bench.elastic.residency == "resident", "the draft came back")
-    return longest
+    found["blocks_moved"] = sum(c["blocks_moved"] for c in cycles)
+    for group in (found["drafting_again"], found["full_head"]):
+        for name in group["cycles"][0] if group["cycles"] else ():
+            if name.startswith("longest"):
+                values = [c[name] for c in group["cycles"] if c[name] is not None]
+                group[name] = max(values, default=None)
 
 
-def _check_running(bench: Bench, num_rows: int) -> None:
-    """Raise JobFailed unless all rows have decoded until now."""
-    if not _all_decode(bench, num_rows):
-        raise JobFailed(f"{bench.scheduler.num_running} of {num_rows} rows are left")
+def _judge(found: Found, options: argparse.Namespace) -> None:
+    during = "a step while the draft comes back, over one before"
+    memory_floors.check(
+        found, options, f"{during}, the whole reload", found["loading_over_before"],
+        most=1.05, of_time=True,
+    )  # fmt: skip
+    memory_floors.check(
+        found, options, f"{during}, copies to the device in flight", found["copying_over_before"],
+        most=1.05, of_time=True,
+    )  # fmt: skip
+    memory_floors.check(
+        found, options, "most that a token's gap exceeds the median before, in median steps",
+        found["added_in_steps"], most=1, of_time=True,
+    )  # fmt: skip
+    memory_floors.check(
+        found, options, "contractions with a last copy that pauses steps, rows having grown",
+        found["num_that_grew"], least=1,
+    )  # fmt: skip
+    memory_floors.check(found, options, "blocks moved", found["blocks_moved"], least=1)
 
 
-def _submit(bench: Bench, asked: list[list[int]]) -> None:
-    driver = bench.driver
-    for seed, ids in enumerate(asked):
-        room = bench.engine.max_model_len - len(ids)
-        driver._submit(driver._request(ids, room, max_gamma=0, temperature=0.0, seed=seed))
+def _flat(gaps: dict[int, list[float]]) -> list[float]:
+    return [gap for of_row in gaps.values() for gap in of_row]
 
 
-def _all_decode(bench: Bench, num_rows: int) -> bool:
-    running = bench.scheduler.running
-    return len(running) == num_rows and all(row.phase == "decode" for row in running)
+def _distribution(gaps: Iterable[float]) -> dict[str, int]:
+    """How many have a length, in hundredths of a millisecond."""
+    counts = Counter(round(gap * 1e3, 2) for gap in gaps)
+    return {f"{ms:g}": counts[ms] for ms in sorted(counts)}
 
 
-def show(found: dict[str, Any]) -> str:
-    """What is asked of it, and the whole transitions beside it."""
-    return (
-        f"\nreload of {found['image_mb']} MB in {found['reload_ms']:.1f} ms under "
-        f"{found['rows']} rows: a step takes {found['step_loading_ms']:.3f} ms, before "
-        f"{found['step_before_ms']:.3f}: {found['loading_over_before']:.3f} (at most 1.05)\n"
-        f"contraction: the longest step takes {found['added_by_contraction_ms']:.2f} ms more, "
-        f"{found['added_in_steps']:.2f} steps (at most 1)\n"
-        f"longest of the whole transition, between two steps: "
-        f"contraction {found['longest_of_contraction_ms']:.2f} ms, "
-        f"{found['longest_of_contraction_in_steps']:.2f} steps; "
-        f"expansion {found['longest_of_expansion_ms']:.2f} ms, "
-        f"{found['longest_of_expansion_in_steps']:.2f} steps"
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 4)
+
+
+def _share(seconds: float, of: float) -> float:
+    return round(seconds / of, 5)
+
+
+def show(found: Found) -> str:
+    """What is asked of it, and what has no floor."""
+    cycles, again, full = found["cycles"], found["drafting_again"], found["full_head"]
+    moved, rest = (
+        [c["blocks_moved"] for c in cycles],
+        [c["blocks_in_rest"] for c in cycles],
     )
+    lines = [
+        f"\nreload of {found['image_mb']} MB under {found['rows']} rows: "
+        f"{found['reload_took_ms']:.1f} ms, of which the copies to the device "
+        f"{found['copying_took_ms']:.1f}; a step before takes {found['before_mean_ms']:.3f} ms",
+        f"  {len(cycles)} contractions moved {moved} blocks; {found['num_with_rest']} had a last "
+        f"copy, of {rest} blocks, for which steps paused",
+        f"  longest gap of a token {found['longest_gap_ms']:.2f} ms; of an expansion "
+        f"{found['longest_of_expansion_ms']:.2f} ms",
+        f"  steps that lie within the copies to the device, over one before: "
+        f"{found['within_copying_over_before']} ({found['num_steps_of_within_copying_over_before']}"
+        " steps, no floor)",
+    ]
+    if again["cycles"]:
+        first = again["cycles"][0]
+        lines.append(
+            f"  rows that draft again at gamma {again['gamma']}, no floor: longest gap "
+            f"{again['longest_gap_ms']:.2f} ms, {again['longest_gap_in_steps']:.2f} steps of "
+            f"{first['drafting_ms']:.2f} ms; in the catch-up of {first['tokens_caught_up']} tokens "
+            f"{again['longest_in_catch_up_in_steps']:.2f}"
+        )
+    if full["cycles"]:
+        preempted = [c["rows_preempted"] for c in full["cycles"]]
+        parts = [
+            f"{name} {full[f'longest_of_{name}_ms']} ms, {full[f'longest_of_{name}_in_steps']}"
+            for name in ("others", "preempted")
+        ]
+        lines.append(
+            f"  full head until the draft is back, no floor, {preempted} rows preempted: longest "
+            f"gap of {' steps, of '.join(parts)} steps"
+        )
+    return "\n".join([*lines, *memory_floors.lines(found)])

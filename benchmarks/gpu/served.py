@@ -14,9 +14,11 @@ START_S = 600
 
 
 @contextmanager
-def service(name: str, flags: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+def service(
+    name: str, flags: Sequence[str], environ: Mapping[str, str], module: str = "nightjar"
+) -> Iterator[str]:
     """Run `nightjar NAME` until the end of the block; gives its address once it is healthy."""
-    command = [sys.executable, "-m", "nightjar", name, "--listen=127.0.0.1:0", *flags]
+    command = [sys.executable, "-m", module, name, "--listen=127.0.0.1:0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(environ))
     try:
         assert process.stdout is not None
