@@ -38,19 +38,32 @@ class Residency(enum.Enum):
 class Thresholds:
     """When pressure counts and for how long it must last."""
 
-    tau_low: float  # below 1: share of the blocks that can hold KV; else blocks
+    tau_low: float  # below 1: share of the head's blocks; else blocks
     tau_high: float  # likewise
     t_persist: int  # reports in a row
     hold_s: float  # from an expansion to the next contraction, at least
     backoff_s: float  # after a refusal; doubles up to 30 times that
 
-    def low(self, num_total_blocks: int) -> int:
+    def low(self, num_base_blocks: int) -> int:
         """Free blocks below which the draft may leave."""
-        return _in_blocks(self.tau_low, num_total_blocks)
+        return _in_blocks(self.tau_low, num_base_blocks)
 
-    def high(self, num_total_blocks: int) -> int:
+    def high(self, num_base_blocks: int) -> int:
         """Free blocks that must stay above when the tail's blocks are gone; not below `low`."""
-        return max(_in_blocks(self.tau_high, num_total_blocks), self.low(num_total_blocks))
+        return max(_in_blocks(self.tau_high, num_base_blocks), self.low(num_base_blocks))
+
+    def objection(self, num_base_blocks: int) -> str:
+        """Why a pool with such a head could not be served; empty if it can."""
+        low, high = self.low(num_base_blocks), self.high(num_base_blocks)
+        if high < num_base_blocks:
+            return ""
+        flag, given = ("--tau-low", self.tau_low) if low == high else ("--tau-high", self.tau_high)
+        leaves = f", and it would leave at once, since it leaves below {low}"
+        return (
+            f"{flag}={given:.10g}: more than {high} blocks would have to be free, beside the "
+            f"draft's own, before it returns, but the pool has {num_base_blocks}: a draft that "
+            f"left could never return{leaves if low > num_base_blocks else ''}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +88,21 @@ class Request:
 class Agent:
     """Decides for one attached worker; at most one request is open.
 
-    Times are seconds of any monotonic clock.
+    Times are seconds of any monotonic clock. `leaves_below` and `returns_above` are free blocks,
+    the latter beside as many as the tail has: the bounds that decide, wherever the draft is.
     """
 
     def __init__(
-        self, thresholds: Thresholds, *, num_extra_blocks: int, residency: Residency
+        self,
+        thresholds: Thresholds,
+        *,
+        num_base_blocks: int,
+        num_extra_blocks: int,
+        residency: Residency,
     ) -> None:
         self.state = residency
+        self.leaves_below = thresholds.low(num_base_blocks)
+        self.returns_above = thresholds.high(num_base_blocks)
         self.open_request: Request | None = None
         self.num_expansions = 0  # asked for
         self.num_contractions = 0  # completed
@@ -156,16 +177,16 @@ class Agent:
     def _wanted(self, pressure: Pressure, now_s: float) -> Literal["expand", "contract"] | None:
         if self.open_request is not None:
             return None
-        free, total = pressure.num_free_blocks, pressure.num_total_blocks
+        free = pressure.num_free_blocks
         if self.state is Residency.RESIDENT:
-            is_short = pressure.exploit_gamma == 0 and free < self._thresholds.low(total)
+            is_short = pressure.exploit_gamma == 0 and free < self.leaves_below
             return "expand" if is_short else None
         if self.state is not Residency.OFFLOADED or now_s < self._held_until_s:
             return None
         left = free - self._num_extra_blocks
-        high = self._thresholds.high(total - self._num_extra_blocks)
-        return "contract" if pressure.num_waiting == 0 and left > high else None
+        is_calm = pressure.num_waiting == 0 and left > self.returns_above
+        return "contract" if is_calm else None
 
 
-def _in_blocks(threshold: float, num_total_blocks: int) -> int:
-    return math.ceil(threshold * num_total_blocks) if threshold < 1 else int(threshold)
+def _in_blocks(threshold: float, num_base_blocks: int) -> int:
+    return math.ceil(threshold * num_base_blocks) if threshold < 1 else int(threshold)

@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 
+from memory_agent.layout import size_in_words
 from nightjar.errors import ConfigError
 
 
@@ -27,13 +28,21 @@ class SharedFile:
         """Map `num_bytes` of `path`.
 
         Raises:
-            ConfigError: The folder has no room for it.
-            OSError: The file is not there, or cannot be opened.
+            ConfigError: The folder takes no file that is made, or has no room for it.
+            OSError: A file that another made is not there, or cannot be opened.
             ValueError: The file is not what its maker would have made.
         """
         self.path, self.num_bytes, self._owner = path, num_bytes, create
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_RDWR if writable else os.O_RDONLY)
-        fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else os.O_NONBLOCK), 0o600)
+        try:
+            fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else os.O_NONBLOCK), 0o600)
+        except OSError as error:
+            if create:
+                raise ConfigError(
+                    f"--shm-dir={os.path.dirname(path)!r}: no file can be made there: "
+                    f"{error.strerror}"
+                ) from None
+            raise
         try:
             if create:
                 os.posix_fallocate(fd, 0, num_bytes)
@@ -46,9 +55,11 @@ class SharedFile:
         except OSError as error:
             if create:
                 os.unlink(path)
+                folder = os.path.dirname(path)
                 raise ConfigError(
-                    f"--shm-dir={os.path.dirname(path)!r}: no room for {num_bytes >> 20} MB "
-                    f"({error.strerror}); in a container raise its shm_size"
+                    f"--shm-dir={folder!r}: no room for {size_in_words(num_bytes)}, "
+                    f"{size_in_words(_num_free_bytes(folder))} are free ({error.strerror}); ask "
+                    "for less by --num-blocks or --kv-mb, or in a container raise its shm_size"
                 ) from error
             raise
         finally:
@@ -73,6 +84,11 @@ def is_written_elsewhere(path: str) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def _num_free_bytes(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def _check(fd: int, path: str, num_bytes: int) -> None:

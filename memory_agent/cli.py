@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import grpc
 
-from nightjar.errors import NightjarError, Unavailable
-from nightjar.rpc import dial
+from memory_agent.attachment import MAP_TIMEOUT_S
+from memory_agent.layout import size_in_words
+from nightjar.errors import ConfigError, NightjarError, Unavailable
+from nightjar.rpc import dial, is_address
 from nightjar.v1 import memory_pb2, memory_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
@@ -26,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Ask once and print; returns 0.
 
     Raises:
+        ConfigError: The address is none.
         NightjarError: Nothing answers there, or something that is no memory agent.
     """
     parser = argparse.ArgumentParser(
@@ -34,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("address", help="of the memory agent")
     address = parser.parse_args(argv).address
+    if not is_address(address):
+        raise ConfigError(f"address {address!r}: must be HOST:PORT or unix:PATH")
     try:
         status = asyncio.run(_asked(address))
     except grpc.aio.AioRpcError as error:
@@ -69,7 +74,7 @@ def shown(status: memory_pb2.GetMemoryStatusResponse) -> str:
             f"worker   {status.worker_id}",
             f"draft    {_short(worker_pb2.DraftResidency.Name(status.state))}; "
             f"{status.num_expansions} expansions, {status.num_contractions} contractions, "
-            f"{status.num_bytes_copied >> 20} MB copied",
+            f"{size_in_words(status.num_bytes_copied)} copied",
             f"blocks   {pressure.num_free_blocks} of {pressure.num_total_blocks} free; the draft "
             f"leaves below {status.tau_low}, returns above {status.tau_high} and its own",
             f"requests {pressure.num_running} running, {pressure.num_waiting} waiting; the policy "
@@ -77,6 +82,11 @@ def shown(status: memory_pb2.GetMemoryStatusResponse) -> str:
         ]
     else:
         lines.append("worker   none")
+    if status.worker_id and not status.HasField("pool_map"):
+        lines.append(
+            f"map      unknown: the worker did not say within {MAP_TIMEOUT_S:g} s who owns which "
+            "block; it answers between two steps"
+        )
     for part in status.pool_map.ranges:
         end = part.first_block + part.num_blocks
         owner = _short(memory_pb2.BlockOwner.Name(part.owner))

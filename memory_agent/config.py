@@ -7,15 +7,17 @@ from typing import Any
 
 from nightjar.config import option
 
-_MAX_BLOCKS = 1_000_000
+_MAX_SHARE, _MAX_BLOCKS = 0.999, 1_000_000
 
 
 def _threshold(default: float, help: str) -> Any:
     return option(
         default,
         help,
-        check=lambda value: 0 <= value < 1 or (1 <= value <= _MAX_BLOCKS and value.is_integer()),
-        limit=f"a share in [0, 1) or a whole number of blocks from 1 to {_MAX_BLOCKS}",
+        check=lambda value: (
+            0 <= value <= _MAX_SHARE or (1 <= value <= _MAX_BLOCKS and value.is_integer())
+        ),
+        limit=f"a share from 0 to {_MAX_SHARE} or a whole number of blocks from 1 to {_MAX_BLOCKS}",
     )
 
 
@@ -35,8 +37,8 @@ class AgentConfig:
     listen: str = option("127.0.0.1:0", "address to serve on; port 0 takes a free one")
     tau_low: float = _threshold(
         0.10,
-        "free blocks below which pressure builds up: below 1 a share of the blocks that can hold "
-        "KV, from 1 on a number of blocks",
+        "free blocks below which pressure builds up: below 1 a share of the blocks that hold KV "
+        "while the draft is at home, from 1 on a number of blocks",
     )
     tau_high: float = _threshold(
         0.30,

@@ -2,7 +2,7 @@
 
 `NIGHTJAR_FAILPOINT=agent.mid_copy` kills as by SIGKILL; with `:stop` behind a name the process
 stops as by SIGSTOP, once. Several are separated by commas. Names that begin with `worker.` are
-reached in the worker's engine process.
+reached in the worker's engine process; a name that is none is refused by agent and worker alike.
 """
 
 from __future__ import annotations
@@ -11,19 +11,36 @@ import os
 import signal
 import time
 
-_SIGNALS = {"": signal.SIGKILL, "stop": signal.SIGSTOP}
+from nightjar.errors import ConfigError
+
+_SIGNALS = {"": signal.SIGKILL, ":stop": signal.SIGSTOP}
+_NAMES = [
+    "agent.before_request", "agent.before_work", "agent.mid_copy", "agent.mid_load",
+    "agent.before_verify", "agent.before_answer", "worker.mid_expand", "worker.before_copy",
+    "worker.before_rename", "worker.after_rename", "worker.before_restore",
+]  # fmt: skip
+_PLACES = {name + action: (name, sent) for name in _NAMES for action, sent in _SIGNALS.items()}
+_GIVEN = [place for place in os.environ.get("NIGHTJAR_FAILPOINT", "").split(",") if place]
+_SET = dict(_PLACES[place] for place in _GIVEN if place in _PLACES)
 
 
-def _parsed(text: str) -> dict[str, signal.Signals]:
-    places = [place.partition(":") for place in text.split(",") if place]
-    return {name: _SIGNALS[action] for name, _, action in places}
+def check_failpoints() -> None:
+    """Refuse a place that is none.
 
-
-_SET = _parsed(os.environ.get("NIGHTJAR_FAILPOINT", ""))
+    Raises:
+        ConfigError: NIGHTJAR_FAILPOINT names one.
+    """
+    for place in _GIVEN:
+        if place not in _PLACES:
+            raise ConfigError(
+                f"NIGHTJAR_FAILPOINT: no place is called {place!r}; it takes, each as it is or "
+                f"with :stop behind it, {', '.join(_NAMES)}"
+            )
 
 
 def reached(name: str) -> None:
     """Say so on stderr, and die or stop here, if NIGHTJAR_FAILPOINT names this place."""
+    assert name in _NAMES, name
     if name in _SET:
         os.write(2, f"failpoint {name}\n".encode())
         os.kill(os.getpid(), _SET.pop(name))

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 ALIGNMENT = 4096  # the image starts on a page, so that it can be mapped and copied by pages
 
 
+def size_in_words(num_bytes: int) -> str:
+    """A size for a person: in MB, below one in KB."""
+    return f"{num_bytes >> 20} MB" if num_bytes >= 1 << 20 else f"{num_bytes / 1024:.0f} KB"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArenaLayout:
     """Sizes in bytes; offsets count from the arena's start."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from memory_agent.agent import Thresholds
 from memory_agent.config import AgentConfig
+from memory_agent.failpoint import check_failpoints
 from memory_agent.server import MemoryServicer
 from nightjar import log
 from nightjar.config import parse
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
             "the tail's blocks + tau-high."
         ),
     )
+    check_failpoints()
     if not os.path.isdir(config.shm_dir):
         raise ConfigError(f"--shm-dir={config.shm_dir!r}: is not a folder")
     log.configure("memory_agent")

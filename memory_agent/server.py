@@ -47,6 +47,7 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         self._shm_dir, self._reload_share = shm_dir, reload_share
         self._holder = ""  # id of the worker whose pool is mapped, or about to be
         self._place_taken_from_s = -math.inf  # from then on a worker may take another's place
+        self._objection = ""  # of the thresholds to a pool, the last one
         self._attachment: Attachment | None = None
         self._detaching: asyncio.Task[None] | None = None
         self._stopping = False
@@ -80,8 +81,17 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         if not worker_id:
             raise InvalidRequest("handshake.worker_id", "is empty")
         residency = residency_of("handshake.residency", handshake.residency)
+        objection = self._thresholds.objection(handshake.num_base_blocks)
+        if objection and handshake.num_base_blocks > 0:  # else no pool at all, as is told below
+            if objection != self._objection:  # it asks again and again
+                log.get().warning("declined", worker_id=worker_id, reason=objection)
+            self._objection = objection
+            raise NotPossibleNow(objection)
         agent = Agent(
-            self._thresholds, num_extra_blocks=handshake.num_extra_blocks, residency=residency
+            self._thresholds,
+            num_base_blocks=handshake.num_base_blocks,
+            num_extra_blocks=handshake.num_extra_blocks,
+            residency=residency,
         )
         await self._make_room(worker_id, residency)
         self._check_running()
@@ -181,6 +191,8 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         pool_map = None
         if attached is not None and request.include_pool_map:
             pool_map = await attached.pool_map()
+            if attached is not self._attachment:  # gone meanwhile, and its counts are in the past's
+                attached, pool_map = self._attachment, None
         status = memory_pb2.GetMemoryStatusResponse(agent_id=self.agent_id, pool_map=pool_map)
         status.MergeFrom(self._past)
         status.events.extend(self._events)
@@ -188,14 +200,13 @@ class MemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
             return status
         status.worker_id = attached.worker_id
         status.state = WIRE_RESIDENCIES[attached.agent.state]
+        status.tau_low = attached.agent.leaves_below
+        status.tau_high = attached.agent.returns_above
         status.num_expansions += attached.agent.num_expansions
         status.num_contractions += attached.agent.num_contractions
         status.num_bytes_copied += attached.num_bytes_copied
         if attached.pressure is not None:
             status.pressure.CopyFrom(attached.pressure)
-            total = attached.pressure.num_total_blocks
-            status.tau_low = self._thresholds.low(total)
-            status.tau_high = self._thresholds.high(total)
         if attached.grant is not None:
             status.open_grant_ids.append(attached.grant.grant_id)
         return status

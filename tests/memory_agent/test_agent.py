@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,9 @@ NUM_BASE, NUM_EXTRA = 100, 30
 
 def new_agent(residency: Residency = Residency.RESIDENT) -> Agent:
     """An agent for a pool of 100 + 30 blocks; resident its tau_low is 10, its tau_high 15."""
-    return Agent(THRESHOLDS, num_extra_blocks=NUM_EXTRA, residency=residency)
+    return Agent(
+        THRESHOLDS, num_base_blocks=NUM_BASE, num_extra_blocks=NUM_EXTRA, residency=residency
+    )
 
 
 def report(
@@ -131,9 +134,62 @@ def test_tau_low_in_blocks() -> None:
     thresholds = Thresholds(tau_low=7, tau_high=3, t_persist=1, hold_s=0.0, backoff_s=1.0)
     assert (thresholds.low(1000), thresholds.high(1000)) == (7, 7)
     assert (THRESHOLDS.low(101), THRESHOLDS.high(101)) == (11, 16)
-    agent = Agent(thresholds, num_extra_blocks=NUM_EXTRA, residency=Residency.RESIDENT)
+    agent = Agent(
+        thresholds,
+        num_base_blocks=NUM_BASE,
+        num_extra_blocks=NUM_EXTRA,
+        residency=Residency.RESIDENT,
+    )
     assert agent.on_pressure(report(7), 0.0) is None
     assert agent.on_pressure(report(6), 0.0) is not None
+
+
+def test_the_bounds_shown_are_those_that_decide() -> None:
+    """Shares are of the head, wherever the draft is: one bound for the status and the decision."""
+    thresholds = Thresholds(tau_low=0.10, tau_high=0.45, t_persist=1, hold_s=0.0, backoff_s=1.0)
+    for start in (Residency.RESIDENT, Residency.OFFLOADED):
+        agents = [
+            Agent(thresholds, num_base_blocks=NUM_BASE, num_extra_blocks=NUM_EXTRA, residency=start)
+            for _ in range(NUM_BASE + NUM_EXTRA + 1)
+        ]
+        if start is Residency.RESIDENT:
+            asked = [a.on_pressure(report(n), 0.0) is not None for n, a in enumerate(agents[:101])]
+            assert asked == [free < agents[0].leaves_below for free in range(101)]
+        else:
+            asked = [a.on_pressure(offloaded(n), 0.0) is not None for n, a in enumerate(agents)]
+            first = agents[0].returns_above + NUM_EXTRA + 1
+            assert asked == [free >= first for free in range(len(agents))]
+        assert (agents[0].leaves_below, agents[0].returns_above) == (10, 45)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sentence"),
+    [
+        (0.1, 0.99, ""),
+        (99, 99, ""),
+        (0, 100, "--tau-high=100: more than 100 blocks .* has 100: a draft .* could never return$"),
+        (0.1, 0.999, "--tau-high=0.999: more than 100 blocks .* could never return$"),
+        (100, 0.3, "--tau-low=100: more than 100 blocks .* could never return$"),
+        (
+            1e6,
+            1e6,
+            "--tau-low=1000000: .* never return, and it would leave at once, since .* 1000000",
+        ),
+    ],
+)
+def test_thresholds_that_a_pool_cannot_meet(low: float, high: float, sentence: str) -> None:
+    """An objection stands exactly where an idle pool would not bring the draft back."""
+    thresholds = Thresholds(tau_low=low, tau_high=high, t_persist=1, hold_s=0.0, backoff_s=1.0)
+    objection = thresholds.objection(NUM_BASE)
+    assert re.match(sentence, objection) if sentence else objection == ""
+    agent = Agent(
+        thresholds,
+        num_base_blocks=NUM_BASE,
+        num_extra_blocks=NUM_EXTRA,
+        residency=Residency.OFFLOADED,
+    )
+    returns = agent.on_pressure(offloaded(NUM_BASE + NUM_EXTRA), 0.0) is not None
+    assert returns == (objection == "")
 
 
 class Pool:
@@ -143,7 +199,12 @@ class Pool:
     """
 
     def __init__(self, thresholds: Thresholds, num_base: int = 4000, num_extra: int = 2000) -> None:
-        self.agent = Agent(thresholds, num_extra_blocks=num_extra, residency=Residency.RESIDENT)
+        self.agent = Agent(
+            thresholds,
+            num_base_blocks=num_base,
+            num_extra_blocks=num_extra,
+            residency=Residency.RESIDENT,
+        )
         self.num_base, self.num_extra = num_base, num_extra
         self.residency, self.now = Residency.RESIDENT, 0.0
         self.transitions: list[float] = []
@@ -283,7 +344,7 @@ EVENTS = st.one_of(
 def test_random_events(events: list[tuple[str, object]], start: Residency, persist: int) -> None:
     """Whatever happens: one open request at most, legal transitions, no unverified RESIDENT."""
     thresholds = Thresholds(tau_low=0.3, tau_high=0.3, t_persist=persist, hold_s=0.0, backoff_s=1.0)
-    agent = Agent(thresholds, num_extra_blocks=NUM_EXTRA, residency=start)
+    agent = Agent(thresholds, num_base_blocks=NUM_BASE, num_extra_blocks=NUM_EXTRA, residency=start)
     load_failed = False
     for now, (kind, value) in enumerate(events):
         before, open_before = agent.state, agent.open_request

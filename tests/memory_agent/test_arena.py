@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -63,8 +65,29 @@ def test_only_regular_files_of_the_exact_size(made: SharedFile, tmp_path: Path) 
 
 
 def test_no_room_is_a_config_error_and_leaves_nothing(tmp_path: Path) -> None:
-    """A pool that does not fit is refused at once, with the flag's name."""
+    """A pool that does not fit is refused at once, with the folder and both sizes."""
     path = tmp_path / "arena"
-    with pytest.raises(ConfigError, match="--shm-dir"):
+    words = rf"^--shm-dir='{tmp_path}': no room for {1 << 40} MB, \d+ MB are free \("
+    with pytest.raises(ConfigError, match=words):
         SharedFile(str(path), 1 << 60, create=True)
     assert not path.exists()
+
+
+def test_little_room_is_told_in_kilobytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No size is told as 0 MB."""
+
+    def full(fd: int, offset: int, length: int) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    found = os.statvfs_result((1024, 1024, 300, 299, 299, 9, 9, 9, 0, 255))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "statvfs", lambda folder: found)
+    with pytest.raises(ConfigError, match=": no room for 960 KB, 299 KB are free "):
+        SharedFile(str(tmp_path / "image"), 960 << 10, create=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_file_is_a_config_error() -> None:
+    """Its maker is told the folder and why, as a wrong flag."""
+    with pytest.raises(ConfigError, match=r"^--shm-dir='/proc': no file can be made there: \w"):
+        SharedFile("/proc/arena", 8192, create=True)

@@ -53,7 +53,7 @@ async def test_every_failure_is_an_answer(
     """A grant never stays open; only a lost GPU ends the stream, and then the process."""
     events: list[memory_pb2.MemoryEvent] = []
     pool = FailingPool(error)
-    agent = Agent(THRESHOLDS, num_extra_blocks=5, residency=Residency.OFFLOADED)
+    agent = Agent(THRESHOLDS, num_base_blocks=9, num_extra_blocks=5, residency=Residency.OFFLOADED)
     attachment = Attachment("worker-1", pool, agent, events.append)
     grant = memory_pb2.Grant(grant_id=3)
     getattr(grant, work).SetInParent()

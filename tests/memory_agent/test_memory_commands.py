@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import grpc
 import pytest
+from processes import Command
 
 from memory_agent.cli import shown
 from memory_agent.config import AgentConfig
@@ -16,7 +17,9 @@ from nightjar.config import parse
 from nightjar.errors import ConfigError
 from nightjar.v1 import memory_pb2, worker_pb2
 
-BLOCKS = r"must be a share in \[0, 1\) or a whole number of blocks from 1 to 1000000$"
+BLOCKS = r"must be a share from 0 to 0.999 or a whole number of blocks from 1 to 1000000$"
+
+THRESHOLDS = ("inf", "1e400", "1e30", "nan", "1.5", "0.9999", "-0.1", "-1", "1000001")
 
 
 def agent_config(flag: str) -> AgentConfig:
@@ -27,8 +30,8 @@ def agent_config(flag: str) -> AgentConfig:
 @pytest.mark.parametrize(
     ("flag", "values", "limit"),
     [
-        ("--tau-low", ("inf", "1e400", "1e30", "nan", "1.5", "-0.1", "-1", "1000001"), BLOCKS),
-        ("--tau-high", ("inf", "1e400", "1e30", "nan", "1.5", "-0.1", "-1", "1000001"), BLOCKS),
+        ("--tau-low", THRESHOLDS, BLOCKS),
+        ("--tau-high", THRESHOLDS, BLOCKS),
         ("--t-persist", ("0", "1001"), "must be 1 to 1000$"),
         ("--hold-s", ("inf", "nan", "-1", "3601"), "must be 0 to 3600$"),
         ("--backoff-s", ("inf", "nan", "0", "61"), "must be 0.01 to 60$"),
@@ -71,6 +74,40 @@ def test_a_wrong_threshold_ends_the_command_before_it_listens(
     assert out == ""
     assert err.startswith("nightjar memory-agent: --tau-low='inf': must be ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "http://127.0.0.1:1"])
+def test_what_is_no_address_is_refused(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line of ours, status 2, and not a word of gRPC's own."""
+    assert main(["memory", address]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err) == (
+        "",
+        f"nightjar memory: address {address!r}: must be HOST:PORT or unix:PATH\n",
+    )
+
+
+def test_a_map_that_is_missing_is_told() -> None:
+    """Where a worker is attached but did not say who owns what, the lines say so."""
+    words = "map      unknown: the worker did not say within 1 s"
+    silent = memory_pb2.GetMemoryStatusResponse(agent_id="a", worker_id="w")
+    assert words in shown(silent)
+    silent.pool_map.ranges.add(num_blocks=3, owner=memory_pb2.BLOCK_OWNER_FREE)
+    assert "unknown" not in shown(silent)
+    assert "unknown" not in shown(memory_pb2.GetMemoryStatusResponse(agent_id="a"))
+
+
+@pytest.mark.parametrize("command", ["memory-agent", "worker"])
+@pytest.mark.parametrize("place", ["agent.mid_copy:boom", "agent.nowhere"])
+def test_a_failpoint_that_is_none_is_refused(command: str, place: str) -> None:
+    """Agent and worker end with status 2 and one line that names it, before they listen."""
+    environ = {"NIGHTJAR_FAILPOINT": f"agent.mid_load:stop,{place}"}
+    with Command("-m", "nightjar", command, environ=environ) as process:
+        assert process.wait() == 2
+        assert process.stdout == ""
+        begin = f"nightjar {command}: NIGHTJAR_FAILPOINT: no place is called '{place}'; "
+        assert process.stderr.startswith(begin)
+        assert process.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "unix:/nowhere/agent.sock"])

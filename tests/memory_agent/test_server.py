@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from agent_process import is_detached, start_agent, until
-from memory_worker import IMAGE_BYTES, MemoryWorker, PoolStub, wire
+from memory_worker import IMAGE_BYTES, AttachRefused, MemoryWorker, PoolStub, wire
 from processes import Command
 
 from memory_agent.arena import is_written_elsewhere
@@ -97,6 +97,51 @@ async def test_events_and_owners_are_shown(agent: str, pool: PoolStub) -> None:
         assert command.wait() == 0
         assert "worker   none" in command.stdout
         assert "worker-1 refused: not now" in command.stdout
+
+
+async def test_the_status_shows_the_bound_that_decides(agent: str, pool: PoolStub) -> None:
+    """While the draft is away, too: at the shown bound it stays, one block above it returns."""
+    worker = MemoryWorker(agent)
+    total = pool.layout.num_base_blocks + pool.layout.num_extra_blocks
+    async with worker.attach(pool.handshake("OFFLOADED")) as stream:
+        await stream.press(0, total, "OFFLOADED")
+        status = await until(worker, lambda status: status.pressure.sequence == 1)
+        assert (status.tau_low, status.tau_high) == (7, 20)
+        bound = status.tau_high + pool.layout.num_extra_blocks
+        for _ in range(6):
+            await stream.press(bound, total, "OFFLOADED")
+        await until(worker, lambda status: status.pressure.sequence == 7)
+        assert (await worker.status()).state == wire("OFFLOADED")
+        request = await stream.request(bound + 1, total, "OFFLOADED")
+        assert request.kind == memory_pb2.TRANSITION_KIND_CONTRACT
+    await is_detached(worker)
+
+
+async def test_a_pool_that_thresholds_do_not_fit_is_declined(shm: Path, pool: PoolStub) -> None:
+    """The worker hears flag and sizes, the agent's log has them once, and nothing is mapped."""
+    command, address = start_agent(shm, "", "--tau-high=64")
+    with command:
+        for _ in range(2):
+            with pytest.raises(AttachRefused, match=r"--tau-high=64: more than 64 .* has 64: "):
+                async with MemoryWorker(address).attach(pool.handshake()):
+                    pass
+        assert not (await MemoryWorker(address).status()).worker_id
+        command.signal(signal.SIGTERM)
+        assert command.wait() == 0
+        assert command.stderr.count("could never return") == 1
+
+
+async def test_a_worker_that_leaves_while_asked_is_counted_once(shm: Path, pool: PoolStub) -> None:
+    """A status that waited for the map of a worker now gone shows it gone."""
+    command, address = start_agent(shm)
+    worker = MemoryWorker(address)
+    with command:
+        async with worker.attach(pool.handshake()) as stream:
+            await stream.request(2, 64, "RESIDENT")
+            asking = asyncio.create_task(worker.status(pool_map=True))
+            assert (await stream.receive()).HasField("map_request")
+        status = await asking
+        assert (status.worker_id, status.num_expansions) == ("", 1)
 
 
 async def test_grants_out_of_range_change_no_byte(agent: str, pool: PoolStub) -> None:

@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--wedge-at", type=int, default=0, help="say nothing from this step on")
     parser.add_argument("--die-at", type=int, default=0, help="exit with 7 at this step")
     parser.add_argument("--refuse", default="", help="kind of StartFailed")
+    parser.add_argument("--leave-s", type=float, default=0, help="how long it then takes to end")
     parser.add_argument("--start-s", type=float, default=0, help="how long the start takes")
     args = parser.parse_args()
     channel = EngineChannel(args.socket)
@@ -55,6 +56,7 @@ def main() -> int:
     time.sleep(args.start_s)
     if args.refuse:
         channel.send(StartFailed(kind=args.refuse, message="no good"))
+        time.sleep(args.leave_s)
         channel.close()
         return 1
     channel.send(msgspec.structs.replace(ready(), max_model_len=args.context))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
+from memory_agent.failpoint import check_failpoints
 from nightjar.errors import ConfigError
 from nightjar.rpc import is_address
 from worker.config import WorkerConfig, check_shm_dir
@@ -21,6 +22,7 @@ def check_flags(config: WorkerConfig) -> None:
     for flag, address in (("--planner", config.planner), ("--memory-agent", config.memory_agent)):
         if address and not is_address(address):
             raise ConfigError(f"{flag}={address!r}: must be HOST:PORT or unix:PATH")
+    check_failpoints()
     check_shm_dir(config.shm_dir)
     if config.proposer == "draft_model":  # then the pool lies there
         _check_room(config.shm_dir)

@@ -58,6 +58,7 @@ class EngineClient:
         self._started: asyncio.Future[Ready] = loop.create_future()
         self._heard_at = time.monotonic()
         self._stopping = False
+        self._refused = False  # it said that it cannot serve, and ends by itself
         self.ready: Ready | None = None
         self.status: Status | None = None
 
@@ -81,13 +82,13 @@ class EngineClient:
     async def stop(self, timeout_s: float) -> None:
         """Shut the engine down.
 
-        It gets `timeout_s` to leave; one that does not listen, since it still loads or hangs,
-        gets a signal instead.
+        It gets `timeout_s` to leave, also after it said that it cannot serve; one that does not
+        listen, since it still loads or hangs, gets a signal instead.
         """
-        listens = self.responsive
+        leaves = self.responsive or self._refused
         self._stopping = True
         self.send(Shutdown())
-        await self._process.end(timeout_s if listens else 0.2)
+        await self._process.end(timeout_s if leaves else 0.2)
 
     # ---- state ----
 
@@ -104,7 +105,8 @@ class EngineClient:
     @property
     def serving(self) -> bool:
         """Whether the engine is ready and there."""
-        return self.ready is not None and not self.gone and not self._stopping
+        hears = not self.gone and not self._process.hung_up
+        return self.ready is not None and hears and not self._stopping
 
     @property
     def gone(self) -> bool:
@@ -200,6 +202,7 @@ class EngineClient:
             case Ready() if not self._started.done():
                 self._started.set_result(message)
             case StartFailed() if not self._started.done():
+                self._refused = True
                 self._started.set_exception(_error_named(message.kind, message.message))
             case _:
                 handler = self._handlers.get(type(message))
@@ -243,7 +246,7 @@ class EngineClient:
             stream.wake()
 
     def _lost(self, sentence: str) -> None:
-        if not self._stopping:
+        if not self._stopping and not self._refused:
             log.get().error("lost the engine", reason=sentence)
         if not self._started.done():
             self._started.set_exception(EngineFailure(f"{sentence} before it was ready"))

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nightjar import log
-from worker.channel import FrontChannel
+from worker.channel import ChannelError, FrontChannel
 from worker.messages import ToFront
 
 STDERR = 2
+DEATH_S = 0.5  # from the end of the socket to the end of the process, where that is why
 
 
 class EngineProcess:
@@ -33,6 +34,7 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.channel: FrontChannel | None = None
+        self.hung_up = False
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -95,7 +97,12 @@ class EngineProcess:
             self._folder = None
 
     def _channel_lost(self, error: Exception | None) -> None:
-        self._gone(f"the engine broke the protocol: {error}" if error else "the engine hung up")
+        self.hung_up = True
+        if isinstance(error, ChannelError):
+            self._gone(f"the engine broke the protocol: {error}")
+            return
+        # A process that dies closes its socket first; how it died says more.
+        asyncio.get_running_loop().call_later(DEATH_S, self._gone, "the engine hung up")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from memory_agent.layout import ArenaLayout
+from memory_agent.layout import ArenaLayout, size_in_words
 from nightjar.errors import ConfigError, ModelRefused
 from worker.config import WorkerConfig, resolved
 from worker.messages import PoolInfo, ProductChoice
@@ -177,7 +177,7 @@ def _build(
 
     buckets, workspace = device_sizes(config, configs[0], dtype) if placement.kernels else (None, 0)
     layout = layout_of(config, geometries, draft, placement, workspace_bytes=workspace)
-    progress("pool", f"{layout.num_bytes >> 20} MB for {layout.num_base_blocks} blocks")
+    progress("pool", f"{size_in_words(layout.num_bytes)} for {layout.num_base_blocks} blocks")
     # A GPU's pool is shared only where an agent is configured: its image takes host memory.
     is_shared = draft is not None and (not placement.kernels or bool(config.memory_agent))
     arena = Arena(layout, config.shm_dir if is_shared else None, placement.device)

@@ -21,7 +21,7 @@ import torch
 from memory_agent import cuda_memory
 from memory_agent.arena import SharedFile
 from memory_agent.checksum import image_digest
-from memory_agent.layout import ArenaLayout
+from memory_agent.layout import ArenaLayout, size_in_words
 from nightjar.errors import ConfigError
 from worker.config import check_shm_dir
 
@@ -154,8 +154,8 @@ def _told_of_too_little_room(num_bytes: int, device: torch.device) -> Iterator[N
         yield
     except (torch.OutOfMemoryError, cuda_memory.OutOfDeviceMemory):
         raise ConfigError(
-            f"the pool takes {num_bytes >> 20} MB, for which {device} has no room; ask for less "
-            "by --num-blocks, --kv-mb or --gpu-memory-share"
+            f"the pool takes {size_in_words(num_bytes)}, for which {device} has no room; ask for "
+            "less by --num-blocks, --kv-mb or --gpu-memory-share"
         ) from None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +15,7 @@ import fake_engine
 import pytest
 from conditions import until
 
-from nightjar.errors import EngineFailure, Overloaded, Unavailable
+from nightjar.errors import ConfigError, EngineFailure, Overloaded, Unavailable
 from worker.front.admission import Admission
 from worker.front.engine_client import EngineClient
 from worker.front.engine_process import remove_left_files
@@ -98,6 +100,30 @@ async def test_stop_ends_a_deaf_engine_too(started: Maker) -> None:
             await stream.read()
         with pytest.raises(Unavailable):
             client.submit([5], sampling(5))
+
+
+async def test_a_killed_engine_is_told_as_killed(started: Maker) -> None:
+    """Its streams say which signal it was, although its socket ends first and by a reset."""
+    async with started("--wedge-at=1", progress_timeout_s=0.5) as client:
+        stream = client.submit([5], sampling(5))
+        await until(lambda: not client.responsive, "silent")
+        client.submit([6], sampling(5))  # unread: the kernel resets the connection
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailure, match=r"^the engine was killed by signal 9; the answer"):
+            await stream.read()
+        assert not client.serving
+
+
+async def test_an_engine_that_cannot_serve_leaves_by_itself(tmp_path: Path) -> None:
+    """After its refusal it gets the time that it takes to end, and no signal."""
+    flags = [f"--log={tmp_path}/log", "--refuse=ConfigError", "--leave-s=0.7"]
+    client = EngineClient(
+        [sys.executable, fake_engine.__file__, *flags], stream_interval_ms=0, progress_timeout_s=5
+    )
+    with pytest.raises(ConfigError, match="no good"):
+        await client.start()
+    await client.stop(20)
+    assert await client.wait_gone() == "the engine ended with status 1"
 
 
 async def test_an_engine_that_never_connects_is_a_failed_start() -> None:
