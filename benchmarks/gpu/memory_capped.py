@@ -23,12 +23,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpu import memory_floors
 from gpu.driver import JobFailed
 from gpu.load import prompts
 from gpu.memory_link import Bench, device_used
 from gpu.shapes import Shape
 
-AGENT = ("--t-persist=3", "--hold-s=1")
+
+def _agent_flags(options: argparse.Namespace) -> list[str]:
+    """The agent's flags; its default of `--hold-s` is longer, and a run here takes seconds."""
+    own = ["--t-persist=3", f"--hold-s={options.capped_hold:g}"]
+    return [*own, f"--tau-low={options.capped_tau:g}", *options.agent_flag]
 
 
 def num_base_blocks(options: argparse.Namespace) -> int:
@@ -63,6 +68,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "num_requests": len(asked),
         "prompt": options.prompt,
         "answer": options.answer,
+        "agent_flags": _agent_flags(options),
         "memory": _shares(bench, options),
     }
     failed: list[str] = found.setdefault("failed", [])
@@ -95,7 +101,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     parts = (("weights alone", extra - weights), ("draft KV alone", weights))
     resident(options.capped_gammas)
     used = device_used(bench.ready.device)
-    with bench.agent(*AGENT, f"--tau-low={options.capped_tau:g}", *options.agent_flag):
+    with bench.agent(*_agent_flags(options)):
         context = device_used(bench.ready.device) - used
         lost = -(-context // block)
         found["agent_context_bytes"], found["agent_context_blocks"] = context, lost
@@ -106,7 +112,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         _expand(bench)
     for _ in range(2):
         run("no draft", "offloaded")
-    with bench.agent(*AGENT, f"--tau-low={options.capped_tau:g}", *options.agent_flag):
+    with bench.agent(*_agent_flags(options)):
         with _set_aside(bench, lost):
             for name, num_aside in reversed(parts):
                 in_part(name, num_aside)
@@ -114,13 +120,15 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
             run("elastic", "resident")
         _contract(bench)
     resident(options.capped_gammas[::-1])
-    return _compared(found, runs)
+    return _compared(found, runs, options)
 
 
-def _compared(found: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _compared(
+    found: dict[str, Any], runs: dict[str, list[dict[str, Any]]], options: argparse.Namespace
+) -> dict[str, Any]:
     """Each arm's runs, their mean, and that beside the mean of the baseline's."""
     means = {name: statistics.mean(done["tok_s"] for done in all_) for name, all_ in runs.items()}
-    found["arms"] = {
+    arms = found["arms"] = {
         name: {
             "tok_s": round(means[name], 1),
             "spread": _spread([done["tok_s"] for done in all_]),
@@ -132,12 +140,25 @@ def _compared(found: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> d
         for name, all_ in runs.items()
         if "resident" in means
     }
-    digests = {
-        done["answers"] for name, all_ in runs.items() if "gamma" not in name for done in all_
+    drafting = [name for name in arms if "gamma" in name]
+    elastic, resident = arms.get("elastic"), arms.get("resident")
+    found["elastic_over"] = {
+        name: round(means["elastic"] / means[name], 4) for name in drafting if elastic
     }
-    found["answers_are_equal"] = len(digests) == 1
-    if not found["answers_are_equal"]:
-        found["failed"].append(f"{len(digests)} different answers to the same requests")
+    # Whose acceptance is made up has answers of its own.
+    compared = [name for name in runs if name not in drafting or options.device != "cuda"]
+    digests = {done["answers"] for name in compared for done in runs[name]}
+    found["answers_compared"], found["answers_are_equal"] = compared, len(digests) == 1
+    memory_floors.check(found, options, "different answers to the same", len(digests), most=1)
+    memory_floors.check(
+        found, options, "tok/s of elastic over resident",
+        elastic and elastic["over_resident"], least=1.05, of_time=True,
+    )  # fmt: skip
+    memory_floors.check(
+        found, options, "preemptions that elastic saves a run",
+        resident["num_preemptions"] - elastic["num_preemptions"] if resident and elastic else None,
+        least=0.5,  # one in either of the two runs
+    )  # fmt: skip
     return found
 
 
@@ -148,7 +169,7 @@ def _spread(rates: list[float]) -> float:
 
 def _warm_up(bench: Bench, options: argparse.Namespace, asked: list[list[int]]) -> None:
     """A loop at full concurrency for each gamma; without drafts in the larger pool, in full."""
-    with bench.agent(*AGENT, f"--tau-low={options.capped_tau:g}", *options.agent_flag):
+    with bench.agent(*_agent_flags(options)):
         _run(bench, options, asked, len(asked))
         _contract(bench)
     for gamma in options.capped_gammas:
@@ -193,16 +214,16 @@ def _run(
 ) -> dict[str, Any]:
     """Answer everything, so many at once."""
     scheduler, driver = bench.scheduler, bench.driver
-    num_preemptions, most, num_away = scheduler.num_preemptions, 0, 0
+    num_preemptions, most, away = scheduler.num_preemptions, 0, list[bool]()
     num_expansions = bench.elastic.counters.num_expansions
     driver._pretend(options.synthetic if gamma and bench.ready.device == "cuda" else None)
     bench.set_gamma(gamma)
     turn: Callable[[], Any] = driver._turn
 
     def counted() -> Any:
-        nonlocal most, num_away
+        nonlocal most
         most = max(most, scheduler.num_running)
-        num_away += bench.elastic.residency == "offloaded"
+        away.append(bench.elastic.residency == "offloaded")
         return turn()
 
     setattr(driver, "_turn", counted)  # noqa: B010
@@ -221,7 +242,10 @@ def _run(
         "most_rows": most,
         "mean_rows": round(sum(rows) / len(rows), 1),
         "num_steps": len(steps),
-        "num_turns_offloaded": num_away,
+        "num_turns": len(away),
+        "num_turns_offloaded": sum(away),
+        "num_turns_before": away.index(True) if any(away) else len(away),
+        "num_turns_after": away[::-1].index(True) if any(away) else 0,
         "num_expansions": bench.elastic.counters.num_expansions - num_expansions,
         "answers": hashlib.sha256(repr(done["tokens"]).encode()).hexdigest()[:16],
     }
@@ -254,7 +278,8 @@ def show(found: dict[str, Any]) -> str:
     lines.append(
         f"closed loop of {found['at_once']} rows, 1.5 x the {found['rows_that_fill_it']} that fill "
         f"{found['num_base_blocks']} blocks (+{found['num_extra_blocks']}); the agent's context: "
-        f"{found['agent_context_blocks']} blocks; answers equal: {found['answers_are_equal']}"
+        f"{found['agent_context_blocks']} blocks; the agent's flags: "
+        f"{' '.join(found['agent_flags'])}"
     )
     for name, arm in found["arms"].items():
         lines.append(
@@ -262,5 +287,13 @@ def show(found: dict[str, Any]) -> str:
             f"{arm['over_resident']:.3f}  {arm['num_preemptions']:7.1f} preemptions  "
             f"{arm['mean_rows']:.1f} rows"
         )
-    lines += [f"  FAILED: {reason}" for reason in found["failed"]]
-    return "\n".join(lines)
+    lines += [
+        f"  elastic, of {done['num_turns']} turns: {done['num_turns_before']} before the draft "
+        f"left, {done['num_turns_after']} after it had last been away"
+        for done in found["arms"].get("elastic", {}).get("runs", ())
+    ]
+    lines += [
+        f"  elastic over {name} (no floor): {share:.3f}"
+        for name, share in found["elastic_over"].items()
+    ]
+    return "\n".join([*lines, *memory_floors.lines(found)])

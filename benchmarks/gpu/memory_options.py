@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
     "max_num_seqs": 40,
     "max_model_len": 480,
     "prompt": 16,
-    "answer": 24,
+    "answer": 112,
     "requests_per_row": 2,
     "capped_gammas": [0, 1],
     "cycles": 4,
