@@ -8,6 +8,7 @@ from typing import Any
 
 from nightjar.buckets import BucketGrid
 from paper.design import ELASTIC, OFF
+from paper.learned import Keeper, Learned
 from planner_service.context import Context, Outcome, Profile
 from planner_service.ledger import Ledger
 from planner_service.planner import Decision, Planner, Report, Stream
@@ -24,13 +25,14 @@ _CONTEXT = WorkerContext.__struct_fields__
 class Arm:
     """Takes the engine's reports and answers its questions, as a planner service would."""
 
-    def __init__(self, name: str, ready: Ready, seed: int) -> None:
+    def __init__(self, name: str, ready: Ready, seed: int, known: Learned) -> None:
         """Activate the policy.
 
         Args:
             name: NAME or NAME:KEY=VALUE,…, and `+elastic` behind it.
             ready: The engine's facts.
             seed: Of the policy's draws.
+            known: What earlier runs taught it.
 
         Raises:
             InvalidRequest: There is no such policy or parameter.
@@ -42,9 +44,12 @@ class Arm:
         self._ready = ready
         self.planner_s = 0.0  # spent in here, on the engine's thread
         self.num_questions = 0
+        ledger = Ledger(stored=True)
+        self._keeper = Keeper(ledger, known)
+        self._session = known.session
         self._planner = Planner(
             registry=BUILT_IN,
-            ledger=Ledger(stored=False),
+            ledger=ledger,
             incarnation=name,
             rng=random.Random(seed),
             clock=time.monotonic,
@@ -62,6 +67,11 @@ class Arm:
         )
         self._planner.register(profile)
         self._stream = Stream(profile, "paper")
+        self.num_known_steps = round(self._planner.stats(profile).totals.steps)
+
+    def learned(self) -> Learned:
+        """What was learned since the arm was made."""
+        return Learned(groups=self._keeper.flush(time.monotonic()), session=self._session)
 
     def begin(self, num_rows: int) -> DecisionMessage:
         """The word on a batch of so many rows, sent unasked when this arm's turn begins."""
@@ -73,7 +83,7 @@ class Arm:
             max_gamma=gamma,
             max_batch_size=ready.max_batch_size,
         )
-        return self._decide(asked, b"")
+        return self._decide(asked, self._session)
 
     def take(self, reports: Reports) -> DecisionMessage | None:
         """Learn from reports, and answer the question if there is one.
@@ -107,6 +117,7 @@ class Arm:
 
     def _decide(self, asked: Context, session: bytes) -> DecisionMessage:
         decision: Decision = self._planner.decide(self._stream, asked, session)
+        self._session = decision.session
         choice = decision.choice
         grid = choice.grid or BucketGrid(tuple(range(1, asked.max_batch_size + 1)))
         bucket = grid.bucket(asked.batch_size, asked.num_kv_tokens)

@@ -18,8 +18,10 @@ backward (ABBA). Cells, temperature and seeds are fixed in paper/design.py; flag
     elastic  the Poisson trace at 1.2 with the draft's memory elastic and not; a capped pool, so it
              runs by itself.
 
-A run ends by itself before --budget-s and keeps what it has. --after also names runs to go on from;
-`report` pools runs over their common arm `off`.
+A run ends by itself before --budget-s and keeps what it has; what its arms have learned goes into
+learned-NNN.json beside run-NNN.json, which moves with it. --after names all runs to go on from: as
+with a planner's store, an arm begins with what they taught it. `report` pools runs over their
+common arm `off`.
 
 Minutes on one GPU, without the engine's start (about 1.5; the two models about 0.5 more):
 
@@ -42,7 +44,7 @@ import gpu_decode
 from gpu import shapes
 
 from nightjar.errors import ConfigError, NightjarError
-from paper import report
+from paper import learned, report
 from paper.design import (
     ALIASES,
     CLOSED_ARMS,
@@ -167,7 +169,9 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     add("--open-passes", type=int, help="the same of traces")
     add("--skip-passes", type=int, default=0, help="passes that an earlier run has measured: "
         "each has requests of its own")  # fmt: skip
-    add("--after", nargs="+", default=[], help="earlier runs: capacity and best gamma are theirs")
+    add("--after", nargs="+", default=[], help="all earlier runs: capacity, best gamma and what "
+        "arms know are theirs")  # fmt: skip
+    add("--cold", action="store_true", help="arms begin without what those of --after learned")
     add("--capacity", type=float, default=0.0, help="requests/s, where no run has measured it")
     add("--budget-s", type=float, default=420.0, help="seconds, once the engine is loaded")
     add("--flag", action="append", default=[], metavar="NAME=VALUE", help="a worker's flag more")
@@ -209,9 +213,10 @@ def _completed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     options.closed_passes = options.closed_passes or design.closed_passes
     options.open_passes = options.open_passes or design.open_passes
     options.say = lambda text: print(text, file=sys.stderr, flush=True)
-    options.earlier = []
-    for path in options.after:
-        earlier = json.loads(Path(path).read_text())
+    options.earlier, options.known = [], []
+    for path in dict.fromkeys(map(Path, options.after)):
+        earlier = json.loads(path.read_text())
         options.earlier += earlier["slices"]
+        options.known += [] if options.cold else [learned.read(path, earlier)]
         options.capacity = options.capacity or earlier.get("capacity_requests_per_s", 0.0)
     return options

@@ -83,12 +83,22 @@ def _setting(runs: Sequence[Run]) -> str:
         f"{len(runs)} runs; intervals are of 95 %, over pairs of slices. A tilde marks arms that "
         "were never in one run: both are taken over `off`.",
     ]
+    warm = [
+        f"{run['run'].split()[0]} ({', '.join(names)})" for run in runs if (names := _warm(run))
+    ]
+    lines.append(f"Began with what earlier runs had taught its arms: {', '.join(warm) or 'none'}.")
     capacity = [run["capacity_requests_per_s"] for run in runs if "capacity_requests_per_s" in run]
     if capacity:
         rates = ", ".join(f"{rate:.2f}" for rate in capacity)
         shares = ", ".join(f"{name} {share:g}" for name, share in TRACES.items())
         lines.append(f"Capacity of off, requests/s: {rates}. Peak load as a share of it: {shares}.")
     return "\n".join(lines)
+
+
+def _warm(run: Run) -> list[str]:
+    """Arms that did not begin cold, with the steps that they knew."""
+    known = run.get("num_known_steps", {})
+    return [f"{gamma_or_off(arm)}: {steps} steps" for arm, steps in known.items() if steps]
 
 
 def _table(slices: Slices, unit: str) -> str:

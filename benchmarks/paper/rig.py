@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpu.driver import Driver, Feed, JobFailed
@@ -15,6 +15,7 @@ from gpu.load import percentile
 from paper.arms import Arm
 from paper.asks import Ask
 from paper.design import Design
+from paper.learned import Learned, of_arm
 from paper.memory import MemoryLink
 from paper.record import Recorder
 from worker.engine.engine import Engine
@@ -51,9 +52,17 @@ class Rig(Driver):
 
     feed: ArmFeed
 
-    def __init__(self, engine: Engine, ready: Ready, feed: ArmFeed, design: Design) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ready: Ready,
+        feed: ArmFeed,
+        design: Design,
+        known: Sequence[Mapping[str, Learned]] = (),
+    ) -> None:
+        """Run nothing yet; `known` is what earlier runs taught the arms."""
         super().__init__(engine, feed)
-        self._ready, self._design = ready, design
+        self._ready, self._design, self._known = ready, design, known
         self.recorder = Recorder()
         self._arms: dict[str, Arm] = {}
         self._category: dict[int, str] = {}
@@ -67,8 +76,14 @@ class Rig(Driver):
     def arm(self, name: str) -> Arm:
         """The arm of that name, which keeps what it has learned."""
         if name not in self._arms:
-            self._arms[name] = Arm(name, self._ready, self._design.seed)
+            known = of_arm(self._known, name)
+            self._arms[name] = Arm(name, self._ready, self._design.seed, known)
         return self._arms[name]
+
+    @property
+    def arms(self) -> Mapping[str, Arm]:
+        """All arms that have had a turn."""
+        return self._arms
 
     def closed_slice(self, name: str, num_rows: int, asks: Iterator[Ask]) -> Slice:
         """A closed loop: from when all rows have come to decode, for a slice's length.

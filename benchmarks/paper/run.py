@@ -20,6 +20,7 @@ from nightjar.config import parse
 from paper.arms import is_gamma
 from paper.asks import Prompt, amid, digest, endless, load_prompts, trace
 from paper.design import BEST_FIXED, ELASTIC_TRACE, OFF, TRACES, Design, order
+from paper.learned import KEY
 from paper.memory import MemoryLink
 from paper.rig import ArmFeed, Rig
 from paper.stats import mean
@@ -226,7 +227,7 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[Rig, Results]]:
         gc.collect()
         gc.freeze()  # as a worker's engine does; a slice begins with a collection, which is short
         stack.callback(gc.unfreeze)
-        rig = Rig(engine, ready, feed, design)
+        rig = Rig(engine, ready, feed, design, options.known)
         if agent:
             assert ready.pool is not None
             feed.agent = MemoryLink(agent, ready.pool)
@@ -255,11 +256,17 @@ def _attach(rig: Rig, link: MemoryLink) -> None:
 
 def measure(options: argparse.Namespace, results: Results, file: Path) -> None:
     """All sections that were asked for; ends early, with what there is, when time is up."""
-
-    def save() -> None:
-        file.write_text(json.dumps(results, indent=1) + "\n")
+    results[KEY] = f"learned-{file.stem.removeprefix('run-')}.json"
 
     with opened(options) as (rig, facts):
+
+        def save() -> None:
+            arms = {name: arm for name, arm in rig.arms.items() if not is_gamma(name)}
+            results["num_known_steps"] = {name: arm.num_known_steps for name, arm in arms.items()}
+            learned = {name: arm.learned().as_json() for name, arm in arms.items()}
+            file.with_name(results[KEY]).write_text(json.dumps(learned) + "\n")
+            file.write_text(json.dumps(results, indent=1) + "\n")
+
         results["engine"] = facts
         cache = cache_folder("")
         folder = resolve_model(options.model, cache, lambda *_: None, needs_weights=False)

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import ready
+
+from nightjar.errors import ConfigError
+from planner_service.context import Context, Outcome
+from planner_service.planner import Report
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -71,12 +76,39 @@ def test_a_tiny_run_ends_in_tables(
     assert len({s["asks"] for s in traces}) == 1  # the same requests for every arm
     assert all(s["num_answers"] == s["num_asks"] for s in traces)
     assert found["capacity_requests_per_s"] > 0
+    assert found["num_known_steps"] == {"model_guided": 0}
     capsys.readouterr()
     assert cli.main(["report", str(tmp_path / "run-001.json")]) == 0
     shown = capsys.readouterr().out
     assert "| linucb |" in shown
     assert "off, so replayed figures" in shown
     assert "burst" in shown
+
+
+def test_an_arm_goes_on_from_what_all_earlier_runs_taught_it(tmp_path: Path) -> None:
+    """Sums of runs add up, of a draft that lends its memory too; a file that is gone is told."""
+    from paper.arms import Arm
+    from paper.learned import Learned, of_arm, read
+
+    facts = ready()
+    runs: list[dict[str, Learned]] = []
+    for number, steps in ((1, 300), (2, 500)):
+        arm = Arm("model_guided", facts, 0, of_arm(runs, "model_guided"))
+        word = arm.begin(2)
+        outcome = Outcome(steps, steps, 9000 * steps, 2 * steps, 2 * steps, 2 * steps)
+        report = Report(Context(2, feasible_max_gamma=5), 0, word.decision_id, outcome)
+        arm._planner.learn(arm._stream, report)
+        told = {"model_guided": arm.learned().as_json()}
+        (tmp_path / f"learned-{number}.json").write_text(json.dumps(told))
+        run = {"learned": f"learned-{number}.json"}
+        runs.append(read(tmp_path / f"run-{number}.json", run))
+    for name, steps in (("model_guided", 800), ("model_guided+elastic", 800), ("nightjar", 0)):
+        arm = Arm(name, facts, 0, of_arm(runs, name))
+        assert arm.num_known_steps == steps
+        assert not arm.learned().groups
+    assert read(tmp_path / "run-9.json", {}) == {}
+    with pytest.raises(ConfigError, match="what the arms of run-9"):
+        read(tmp_path / "run-9.json", {"learned": "learned-9.json"})
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
