@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,8 +131,8 @@ def contract(
     _check_running(bench, num_rows)
     grants = [(at, m) for at, m in feed.sent if isinstance(m, Grant)]
     copies = [(at, len(m.source_ids)) for at, m in grants if m.kind == "copy"]
-    loading = next(at for at, m in grants if m.kind == "load")
-    resident = next(at for at, phase in bench.phases if phase == "IDLE" and at > loading)
+    loading = _first(at for at, m in grants if m.kind == "load")
+    resident = _first(at for at, phase in bench.phases if phase == "IDLE" and at > loading)
     had_rest = any(phase == "COPYING_REST" for _, phase in bench.phases)
     steps, tokens, feed.tokens = list(driver.retired), feed.tokens, None
     seen = Contraction(
@@ -139,7 +140,7 @@ def contract(
         steps=steps,
         tokens=tokens,
         released=released,
-        decided=next(at for at, m in feed.asked if m.kind == "contract"),
+        decided=_first(at for at, m in feed.asked if m.kind == "contract"),
         granted=copies[0][0] if copies else loading,
         loading=loading,
         resident=resident,
@@ -161,6 +162,13 @@ def contract(
     )
     bench.set_gamma(0)
     return seen
+
+
+def _first(times: Iterator[float]) -> float:
+    """The first of them; JobFailed if there is none."""
+    for at in times:
+        return at
+    raise JobFailed("a grant, a phase or a request of the contraction was not seen")
 
 
 def _fill(bench: Bench, options: argparse.Namespace, seed: int, gamma: int) -> None:

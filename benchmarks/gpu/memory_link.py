@@ -133,7 +133,7 @@ class Bench:
             module, environ[memory_marks.MARKS] = "gpu.memory_marks", str(marks)
         own = [f"--shm-dir={self.config.shm_dir}", *flags]
         with service("memory-agent", own, environ, module) as address:
-            loop, attached = _loop(), threading.Event()
+            loop, attached = clients_loop(), threading.Event()
 
             def arrived(message: Any) -> None:
                 if isinstance(message, AgentLink) and message.connected:
@@ -213,7 +213,7 @@ class Bench:
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def clients_loop() -> asyncio.AbstractEventLoop:
     """The loop of all clients, in a thread: gRPC's own events may outlive each of them."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 
+from gpu import memory_checks
 from gpu.memory_link import Bench
 from worker.messages import SamplingParams, Submit
 
@@ -59,7 +60,7 @@ class Load:
                 self._compare(index, tokens)
         bench.driver.retired.clear()  # else they would look like a leak
         bench.scheduler.check_integrity()
-        _check_counts(bench)
+        memory_checks.whole(bench)
 
     def _compare(self, index: int, tokens: list[int]) -> None:
         if len(self.expected) < len(self.asked):
@@ -73,14 +74,3 @@ class Load:
         """Answer what is open."""
         while self._open:
             self.turn(submit=False)
-
-
-def _check_counts(bench: Bench) -> None:
-    """Free + used + granted blocks are all that can hold KV, and what the tail has else."""
-    counts = dict.fromkeys(("free", "cached", "row", "granted", "draft"), 0)
-    for _, count, owner in bench.blocks.ranges():
-        counts[owner.value] += count
-    blocks = bench.blocks
-    assert counts["free"] + counts["cached"] == blocks.num_free
-    assert sum(counts.values()) == blocks.num_base_blocks + blocks.num_extra_blocks
-    assert counts["draft"] <= blocks.num_extra_blocks

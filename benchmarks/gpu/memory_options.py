@@ -72,7 +72,7 @@ def parsed(argv: list[str], description: str | None) -> argparse.Namespace:
     add("--rows", type=int, default=32, help="of reload: rows that decode")
     add("--context", type=int, default=512, help="of reload: tokens of a prompt")
     add("--steps", type=int, default=40, help="of reload: steps before the contraction")
-    add("--reload-cycles", type=int, default=5, help="of reload: contractions that count")
+    add("--reload-cycles", type=int, default=4, help="of reload: contractions that count")
     add("--drafting-cycles", type=int, default=2, help="of reload: those whose rows draft again")
     add("--full-cycles", type=int, default=2, help="of reload: those under a full head")
     add("--num-blocks", type=int, default=0, help="blocks of the capped head; 0: as the card gives")
@@ -97,7 +97,7 @@ def parsed(argv: list[str], description: str | None) -> argparse.Namespace:
     add("--distinct", type=int, default=120, help="of cycles: different requests")
     add("--longest", type=int, default=48, help="of cycles: tokens of an answer, most")
     add("--lengths", type=int, default=5, help="of cycles: kinds of prompt lengths, up to 260")
-    add("--window", type=int, default=12, help="of cycles: steps that acceptance is taken over")
+    add("--window", type=int, default=6, help="of cycles: turns after a reload for its acceptance")
     add("--between", type=int, default=10, help="of cycles: turns between transitions, most")
     if "--tiny" in argv:
         parser.set_defaults(**TINY)

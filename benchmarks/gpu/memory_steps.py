@@ -12,11 +12,12 @@ import itertools
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from gpu import memory_floors
+from gpu.driver import JobFailed
 from gpu.memory_contraction import (
     AGENT,
     Contraction,
@@ -33,48 +34,63 @@ Found = dict[str, Any]
 
 def measure(bench: Bench, options: argparse.Namespace) -> Found:
     """Cycles of expansion and contraction under rows that decode and live in the tail."""
-    plain: list[Found] = []
-    drafting: list[Found] = []
-    full: list[Found] = []
     flags = [*AGENT, *options.agent_flag]
+    seeds, gamma = itertools.count(), bench.config.max_gamma
+    failed: list[str] = []
     bench.driver.reset()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        bench.agent(*flags, marks=(marks := Path(folder) / "marks")),
-    ):
-        seeds = itertools.count()
-        for _ in range(options.reload_cycles + 1):
-            seen = contract(bench, options, next(seeds), marks)
-            plain.append({**_plain(seen), "longest_of_expansion_ms": _ms(expand(bench, options))})
-            _end(bench, "reload", plain)
-        gamma = bench.config.max_gamma
-        for _ in range(options.drafting_cycles + 1 if options.drafting_cycles else 0):
-            seen = contract(bench, options, next(seeds), marks, gamma=gamma)
-            drafting.append(_drafting(seen))
-            _end(bench, "reload, rows that draft again", drafting)
-        for _ in range(options.full_cycles):
-            seen = contract(bench, options, next(seeds), marks, full=True)
-            full.append(_full(seen))
-            _end(bench, "reload, full head", full)
-    # The first of each is where everything is used for the first time.
+    with tempfile.TemporaryDirectory() as folder:
+        marks = Path(folder) / "marks"
+
+        def plain() -> Found:
+            found = _plain(contract(bench, options, next(seeds), marks))
+            return {**found, "longest_of_expansion_ms": _ms(expand(bench, options))}
+
+        def drafting() -> Found:
+            return _drafting(contract(bench, options, next(seeds), marks, gamma=gamma))
+
+        def full() -> Found:
+            return _full(contract(bench, options, next(seeds), marks, full=True))
+
+        # The first of a group is where everything is used for the first time.
+        with bench.agent(*flags, marks=marks):
+            cycles = _group(bench, "reload", plain, options.reload_cycles + 1, failed)[1:]
+            count = options.drafting_cycles + 1 if options.drafting_cycles else 0
+            again = _group(bench, "reload, drafting again", drafting, count, failed)[1:]
+            under = _group(bench, "reload, full head", full, options.full_cycles, failed)
+    if not cycles:
+        raise JobFailed("; ".join(failed))
     found: Found = {
         "rows": options.rows + 1,
         "context": options.context,
         "agent_flags": flags,
         "image_mb": round(bench.pool.image_bytes / 1e6, 1),
-        "cycles": plain[1:],
-        "drafting_again": {"gamma": gamma, "cycles": drafting[1:]},
-        "full_head": {"cycles": full},
+        "cycles": cycles,
+        "drafting_again": {"gamma": gamma, "cycles": again},
+        "full_head": {"cycles": under},
+        "failed": failed,
     }
     _sum_up(found)
     _judge(found, options)
     return found
 
 
-def _end(bench: Bench, what: str, cycles: list[Found]) -> None:
-    clear(bench)
-    brief = {name: value for name, value in cycles[-1].items() if not name.startswith("all_")}
-    bench.say(f"{what}, cycle {len(cycles) - 1}: {brief}")
+def _group(
+    bench: Bench, what: str, cycle: Callable[[], Found], count: int, failed: list[str]
+) -> list[Found]:
+    """So many cycles; one that fails ends its group, and costs no figure of another."""
+    done: list[Found] = []
+    try:
+        for index in range(count):
+            done.append(cycle())
+            brief = {k: v for k, v in done[-1].items() if not k.startswith("all_")}
+            bench.say(f"{what}, cycle {index}: {brief}")
+            clear(bench)
+    except (JobFailed, SystemExit, ArithmeticError, LookupError, ValueError) as error:
+        failed.append(f"{what}, cycle {len(done)}: {error!r}")
+        bench.say(failed[-1])
+        bench.set_gamma(0)
+        clear(bench)
+    return done
 
 
 def _plain(seen: Contraction) -> Found:

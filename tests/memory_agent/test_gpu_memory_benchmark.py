@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def test_the_arms_of_a_capped_pool(tmp_path: Path, capsys: pytest.CaptureFixture
     """Every arm runs twice from the residency that it is named for, and answers alike."""
     capped = run(tmp_path, "--sections=capped")["capped"]
     assert (capped["failed"], capped["answers_are_equal"]) == ([], True)
+    assert (
+        capped["arms"]["elastic"]["num_preemptions"]
+        < (capped["arms"]["resident"]["num_preemptions"])
+    )
+    assert "--hold-s=0.1" in capped["agent_flags"]
+    assert list(capped["elastic_over"]) == ["resident, gamma 1"]
     arms: dict[str, Any] = capped["arms"]  # type: ignore[assignment]
     elastic = ["elastic", "weights alone", "draft KV alone", "no draft"]
     assert list(arms) == ["resident", "resident, gamma 1", *elastic]
@@ -70,7 +77,9 @@ def test_cycles_and_rates(tmp_path: Path) -> None:
     assert (cycles["num_wrong"], cycles["least_acceptance_share"]) == (0, 1.0)
     assert cycles["num_contractions"] >= 4  # type: ignore[operator]
     assert cycles["failed"] == []
-    assert cycles["num_tight_preemptions"] + cycles["num_refused"] > 0  # type: ignore[operator]
+    assert cycles["num_tight_preemptions"] or cycles["refused"]
+    assert cycles["num_windows"] == 4
+    assert cycles["blocks_moved"] > 0  # type: ignore[operator]
     cells: dict[str, Any] = found["remap"]["rates"]["32"]  # type: ignore[index]
     assert [len(cells[name]["all_ms"]) for name in ("kernel", "grant")] == [1, 1]
     assert found["left_out"]["death"] == "needs a GPU"
@@ -111,33 +120,86 @@ def test_a_section_that_fails_is_left_out_and_the_next_one_runs(
     assert gpu_memory.main([*own, "--sections=death"]) == 1
 
 
-def test_growth_and_answers_decide_whether_cycles_failed() -> None:
-    """Growth beyond a limit is a leak, a wrong answer and a tight pool that never was are named."""
+@pytest.mark.parametrize(
+    ("cycles", "failed"),
+    [
+        (40, ["MiB that device grew, levels: 9, at most 8"]),
+        (
+            100,
+            [
+                "MiB that engine grew, by its line: 95.37, at most 16",
+                "MiB that device grew, levels: 9, at most 8",
+            ],
+        ),
+    ],
+)
+def test_growth_and_answers_decide_whether_cycles_failed(cycles: int, failed: list[str]) -> None:
+    """Growth beyond a limit is a leak, by its line too where cycles are many; the rest is named."""
     from gpu import memory_cycles
 
     baseline = {"cycle": 0, "engine": 0, "agent": 0, "device": 0}
     memory = [
-        {"cycle": cycle, "engine": cycle << 20, "agent": 64 << 20, "device": 9 << 20}
+        {"cycle": cycle, "engine": cycle * 1_000_000, "agent": 64 << 20, "device": 9 << 20}
         for cycle in (10, 20, 30, 40)
     ]
     grown, slopes = memory_cycles._growth(baseline, memory)
-    assert slopes == {"engine": float(1 << 20), "agent": 0.0, "device": 0.0}
-    found = {
-        "cycles": 40,
+    assert slopes == {"engine": 1e6, "agent": 0.0, "device": 0.0}
+    found: dict[str, Any] = {
+        "cycles": cycles,
         "grown_bytes": grown,
+        "bytes_per_cycle": slopes,
         "num_wrong": 1,
         "num_answers": 7,
-        "acceptance_after": [0.9],
+        "num_contractions": cycles,
+        "blocks_moved": 0,
+        "num_rests": 3,
+        "least_acceptance_share": 0.9,
+        "num_windows_without": 0,
         "num_tight_cycles": 10,
         "num_tight_preemptions": 0,
-        "num_refused": 0,
+        "refused": {},
     }
-    failed = memory_cycles._failures(found)
-    assert failed == [
-        "a leak: device +9.0 MiB over 40 cycles",
-        "1 of 7 answers differ",
-        "the tight cycles made no row and no contraction give way",
+    memory_cycles._judge(found, argparse.Namespace(tiny=True))
+    assert found["failed"] == [
+        "answers that differ: 1, at most 0",
+        "blocks that were moved: 0, at least 1",
+        "least acceptance after a reload, of before: 0.9, at least 0.95",
+        "rows and contractions that a full head made give way: 0, at least 1",
+        *failed,
     ]
+
+
+def test_a_missed_bound_of_time_fails_a_run_but_not_a_tiny_one() -> None:
+    """It is shown as missed in both; a figure that could not be had is a miss too."""
+    from gpu import memory_floors
+
+    for tiny, failed in ((False, ["a rate: 0.5, at least 0.85"]), (True, [])):
+        found: dict[str, Any] = {}
+        options = argparse.Namespace(tiny=tiny)
+        memory_floors.check(found, options, "a rate", 0.5, least=0.85, of_time=True)
+        memory_floors.check(found, options, "a count", 3, least=3)
+        assert found["failed"] == failed
+        assert "MISSED a rate: 0.5 (at least 0.85" in memory_floors.lines(found)[0]
+        assert memory_floors.lines(found)[1] == "  met    a count: 3 (at least 3)"
+        memory_floors.check(found, options, "a share", None, most=1)
+        assert found["failed"][-1] == "a share: nothing, at most 1"
+
+
+def test_gaps_and_steps_count_where_they_share_time_with_what_is_looked_at() -> None:
+    """Whole ones and those across either end; every request has gaps of its own."""
+    from gpu import memory_contraction, memory_marks
+
+    spans = [(0.0, 2.0), (2.0, 3.0), (3.0, 5.0), (5.0, 6.0)]
+    assert memory_contraction.overlapping(spans, (1.0, 4.0)) == [2.0, 1.0, 2.0]
+    assert memory_contraction.within(spans, (1.0, 4.0)) == [1.0]
+    tokens = [(0.0, 1), (0.0, 2), (2.0, 1), (3.0, 2), (4.0, 1), (9.0, 2)]
+    seen = memory_contraction.Contraction.__new__(memory_contraction.Contraction)
+    seen.tokens = tokens
+    assert seen.gaps(1.0, 3.5) == {1: [2.0, 2.0], 2: [3.0, 6.0]}
+    assert seen.gaps(2.0, 2.5) == {1: [2.0], 2: [3.0]}
+    names = ["before_work", "before_answer", "before_work", "mid_load", "before_verify"]
+    marks = [(float(at), f"agent.{name}") for at, name in enumerate(names)]
+    assert memory_marks.copying(marks) == (2.0, 4.0)
 
 
 def test_an_interruption_ends_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
