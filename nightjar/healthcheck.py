@@ -11,6 +11,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nightjar import tls
+from nightjar.errors import ConfigError
+from nightjar.rpc import is_address
 
 POLL_S, CALL_TIMEOUT_S = 0.2, 2.0
 
@@ -26,7 +28,11 @@ def is_serving(channel: grpc.Channel) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0 if all serve, 1 if one does not."""
+    """Exit status 0 if all serve, 1 if one does not.
+
+    Raises:
+        ConfigError: What was given is no address.
+    """
     parser = argparse.ArgumentParser(prog="nightjar healthcheck", description=__doc__)
     parser.add_argument("address", nargs="+", help="host:port or unix:path of a service")
     parser.add_argument("--tls-ca", default="", help="PEM file of who signed its certificate")
@@ -34,6 +40,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tls-key", default="", help="PEM file of that certificate's key")
     parser.add_argument("--wait", type=float, default=0, help="seconds to go on asking [0]")
     arguments = parser.parse_args(argv)
+    for address in arguments.address:
+        if not is_address(address):
+            raise ConfigError(f"address {address!r}: must be HOST:PORT or unix:PATH")
     credentials = tls.client("--tls", arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     deadline = time.monotonic() + arguments.wait
     for address in arguments.address:

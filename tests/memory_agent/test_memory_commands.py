@@ -76,14 +76,17 @@ def test_a_wrong_threshold_ends_the_command_before_it_listens(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["memory", "healthcheck"])
 @pytest.mark.parametrize("address", ["", "nonsense", "http://127.0.0.1:1"])
-def test_what_is_no_address_is_refused(address: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_address_is_refused(
+    address: str, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One line of ours, status 2, and not a word of gRPC's own."""
-    assert main(["memory", address]) == 2
+    assert main([command, address]) == 2
     out, err = capfd.readouterr()
     assert (out, err) == (
         "",
-        f"nightjar memory: address {address!r}: must be HOST:PORT or unix:PATH\n",
+        f"nightjar {command}: address {address!r}: must be HOST:PORT or unix:PATH\n",
     )
 
 
