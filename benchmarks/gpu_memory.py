@@ -63,7 +63,10 @@ def _run(argv: list[str]) -> int:
         sys.path.insert(0, FOLDERS[0])
     options = parsed(argv, __doc__)
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out={options.out!r}: {error.strerror}") from None
     groups = [[s for s in group if s in options.sections] for group in GROUPS]
     groups = [group for group in groups if group]
     if len(groups) > 1 and not options.tiny:

@@ -21,7 +21,9 @@ def counts(bench: Bench) -> Counts:
     What is left of the tail while it is not open is the draft's.
     """
     scheduler, blocks = bench.scheduler, bench.blocks
-    held = {block for row in [*scheduler.running, *scheduler._limbo] for block in row.block_table}
+    tables = [row.block_table for row in scheduler.running]
+    tables += [held.block_table for held in scheduler._limbo]
+    held = {block for table in tables for block in table}
     in_tail = sum(block >= blocks.num_base_blocks for block in held)
     shut = blocks._tail != "open"
     return {

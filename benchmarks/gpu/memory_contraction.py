@@ -210,6 +210,7 @@ def expand(bench: Bench, options: argparse.Namespace) -> float:
 
 def clear(bench: Bench) -> None:
     """End every row and wait for the draft's return, so that the next one begins as the last."""
+    bench.feed.tokens = None
     bench.driver.reset()
     bench.ease()
     bench.until(lambda: bench.elastic.residency == "resident", "the draft came back")

@@ -128,8 +128,10 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
 def _judge(found: dict[str, Any], options: argparse.Namespace) -> None:
     """What must hold: answers, acceptance, contractions, preemptions, and no leak."""
 
-    def check(what: str, value: float | None, **bound: float) -> None:
-        memory_floors.check(found, options, what, value, **bound)
+    def check(
+        what: str, value: float | None, *, least: float | None = None, most: float | None = None
+    ) -> None:
+        memory_floors.check(found, options, what, value, least=least, most=most)
 
     check("answers that differ", found["num_wrong"], most=0)
     check("answers compared", found["num_answers"], least=1)

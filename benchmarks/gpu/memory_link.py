@@ -154,7 +154,8 @@ class Bench:
                 running.cancel()
                 wait([running])
                 self.feed.client = self.feed.loop = None
-                self.until(lambda: not self.elastic._connected, "the stream is gone")
+            # Not after an interruption: amid a step, the engine could not go on.
+            self.until(lambda: not self.elastic._connected, "the stream is gone")
 
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
         """Turn the engine until `holds()`; SystemExit if it does not come to that."""

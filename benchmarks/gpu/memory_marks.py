@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from gpu.driver import JobFailed
 from memory_agent import failpoint
 from nightjar.cli import main
 
@@ -31,11 +30,11 @@ def copying(marks: Marks) -> tuple[float, float]:
     """Seconds at which the last load's copies to the device began and had ended.
 
     Raises:
-        JobFailed: There was no load, or it did not come so far.
+        LookupError: There was no load, or it did not come so far.
     """
     names = [name for _, name in marks]
     if "agent.before_verify" not in names:
-        raise JobFailed("no load has ended its copies")
+        raise LookupError("no load has ended its copies")
     end = len(names) - 1 - names[::-1].index("agent.before_verify")
     begin = max(i for i, name in enumerate(names[:end]) if name == "agent.before_work")
     return marks[begin][0], marks[end][0]

@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
     "rows": 6,
     "context": 40,
     "steps": 12,
-    "reload_cycles": 2,
+    "reload_cycles": 3,
     "drafting_cycles": 1,
     "full_cycles": 1,
     "num_blocks": 64,
@@ -45,6 +45,20 @@ TINY: dict[str, Any] = {
     "window": 6,
     "between": 8,
     "cycle_rows": 8,
+}
+
+_LEAST = {
+    "repeats": 1,
+    "rows": 1,
+    "context": 1,
+    "steps": 2,
+    "reload_cycles": 1,
+    "drafting_cycles": 0,
+    "full_cycles": 0,
+    "window": 1,
+    "between": 0,
+    "cycle_rows": 1,
+    "distinct": 1,
 }
 
 
@@ -106,6 +120,9 @@ def parsed(argv: list[str], description: str | None) -> argparse.Namespace:
         parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     if 0 not in options.capped_gammas:
         parser.error("--capped-gammas: 0 is what the other arms are compared with")
+    for name, least in _LEAST.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')}: at least {least}")
     if options.cycles < 4:
         parser.error("--cycles: at least 4, so that growth has a line")
     if options.device == "cuda" and not has_gpu():

@@ -86,7 +86,7 @@ def _group(
             bench.say(f"{what}, cycle {index}: {brief}")
             clear(bench)
     except (JobFailed, SystemExit, ArithmeticError, LookupError, ValueError) as error:
-        failed.append(f"{what}, cycle {len(done)}: {error!r}")
+        failed.append(f"{what}, cycle {len(done)}: {str(error) or repr(error)}")
         bench.say(failed[-1])
         bench.set_gamma(0)
         clear(bench)
