@@ -47,7 +47,7 @@ class Tally:
     num_rests: int = 0  # contractions with a copy for which steps paused
     num_tight_cycles: int = 0
     num_tight_preemptions: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # requests of the agent, by reason
+    refused: dict[str, int] = field(default_factory=dict)  # requests of the agent, by reason
 
     def add(self, bench: Bench, before: ElasticCounters, num_moved: int) -> None:
         """Count a cycle, and forget what was noted of it: it would look like a leak."""
@@ -62,7 +62,8 @@ class Tally:
                 self.blocks_granted += len(message.source_ids)
             elif isinstance(message, RequestRefused):
                 kind = kinds.get(message.request_id, "a request")
-                self.refused[f"{kind}: {re.sub('[0-9]+', 'N', message.reason)}"] += 1
+                reason = f"{kind}: {re.sub('[0-9]+', 'N', message.reason)}"
+                self.refused[reason] = self.refused.get(reason, 0) + 1
         bench.forget()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,32 @@ def test_growth_and_answers_decide_whether_cycles_failed(cycles: int, failed: li
         "rows and contractions that a full head made give way: 0, at least 1",
         *failed,
     ]
+
+
+def test_refusals_are_counted_by_reason_without_its_numbers() -> None:
+    """Requests of the agent by their kind; what is counted can be written as JSON."""
+    from gpu import memory_cycles
+    from worker.engine.transition import ElasticCounters
+    from worker.messages import RequestRefused, TransitionRequest
+
+    counters = ElasticCounters(num_expansions=0, num_contractions=0, num_granted_blocks=0)
+    refusals = [
+        (0.0, RequestRefused(request_id=1, reason=f"too few: {count}")) for count in (2, 30)
+    ]
+    feed = argparse.Namespace(
+        asked=[(0.0, TransitionRequest(request_id=1, kind="contract"))], sent=refusals
+    )
+    bench: Any = argparse.Namespace(
+        elastic=argparse.Namespace(counters=counters),
+        num_moved=7,
+        phases=[],
+        feed=feed,
+        forget=lambda: None,
+    )
+    tally = memory_cycles.Tally()
+    tally.add(bench, counters, 5)
+    found = json.loads(json.dumps(dataclasses.asdict(tally)))
+    assert (found["refused"], found["blocks_moved"]) == ({"contract: too few: N": 2}, 2)
 
 
 def test_a_missed_bound_of_time_fails_a_run_but_not_a_tiny_one() -> None:
