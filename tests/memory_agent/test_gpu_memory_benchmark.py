@@ -173,6 +173,7 @@ def test_growth_and_answers_decide_whether_cycles_failed(cycles: int, failed: li
 def test_refusals_are_counted_by_reason_without_its_numbers() -> None:
     """Requests of the agent by their kind; what is counted can be written as JSON."""
     from gpu import memory_cycles
+
     from worker.engine.transition import ElasticCounters
     from worker.messages import RequestRefused, TransitionRequest
 
