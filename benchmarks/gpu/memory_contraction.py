@@ -37,10 +37,10 @@ class Contraction:
     copying: Span  # of the image to the device, in the agent's process
     end: float  # until when gaps count
     num_in_tail: int  # blocks of rows when the pressure ended
-    moved: list[int]  # blocks of each copy
-    num_in_rest: int  # of them in the copy for which steps paused; 0 if there was none
+    moved: list[int]  # blocks of each copy that was granted
+    num_in_rest: int  # that the engine copied itself while steps paused
     num_moved: int  # that took the place of their sources
-    tokens_between: int  # that rows got between the grants of the first copy and of the last one
+    tokens_between: int  # that rows got between the first copy's grant and the last copy
     num_refused: int  # of the agent's requests
     catch_up: list[Retired]  # steps from the draft's return until all rows drafted
     steady: list[Retired]  # steps after, in which all rows drafted
@@ -133,7 +133,7 @@ def contract(
     copies = [(at, len(m.source_ids)) for at, m in grants if m.kind == "copy"]
     loading = _first(at for at, m in grants if m.kind == "load")
     resident = _first(at for at, phase in bench.phases if phase == "IDLE" and at > loading)
-    had_rest = any(phase == "COPYING_REST" for _, phase in bench.phases)
+    rest_at, num_in_rest = bench.rests[-1] if bench.rests else (loading, 0)
     steps, tokens, feed.tokens = list(driver.retired), feed.tokens, None
     seen = Contraction(
         before=before,
@@ -148,9 +148,9 @@ def contract(
         end=end,
         num_in_tail=num_in_tail,
         moved=[count for _, count in copies],
-        num_in_rest=copies[-1][1] if had_rest else 0,
+        num_in_rest=num_in_rest,
         num_moved=bench.num_moved - num_moved,
-        tokens_between=sum(copies[0][0] < at < copies[-1][0] for at, _ in tokens) if copies else 0,
+        tokens_between=sum(copies[0][0] < at < rest_at for at, _ in tokens) if copies else 0,
         num_refused=sum(isinstance(m, RequestRefused) for _, m in feed.sent),
         catch_up=[s for s in steps if steady and resident < s.at < steady[0].at],
         steady=steady,

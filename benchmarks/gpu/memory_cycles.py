@@ -55,7 +55,7 @@ class Tally:
         self.num_expansions += now.num_expansions - before.num_expansions
         self.num_contractions += now.num_contractions - before.num_contractions
         self.blocks_moved += bench.num_moved - num_moved
-        self.num_rests += sum(phase == "COPYING_REST" for _, phase in bench.phases)
+        self.num_rests += len(bench.rests)
         kinds = {message.request_id: message.kind for _, message in bench.feed.asked}
         for _, message in bench.feed.sent:
             if isinstance(message, Grant) and message.kind == "copy":

@@ -107,7 +107,8 @@ class Bench:
         self.phases: list[tuple[float, str]] = []  # that the engine came to, and when
         self.taken: list[int] = []  # blocks set aside by `press`
         self.num_moved = 0  # blocks that took the place of their sources
-        advance, rename = engine.memory.advance, self.blocks.rename
+        self.rests: list[tuple[float, int]] = []  # blocks that the engine copied itself, and when
+        advance, rename, copy = engine.memory.advance, self.blocks.rename, self.elastic._copy
 
         def noted() -> None:
             advance()
@@ -119,7 +120,12 @@ class Bench:
             self.num_moved += sum(self.blocks._refs[source] > 0 for source in moves)
             rename(moves)
 
+        def copied(moves: dict[int, int]) -> None:
+            self.rests.append((time.perf_counter(), len(moves)))
+            copy(moves)
+
         setattr(engine.memory, "advance", noted)  # noqa: B010
+        setattr(self.elastic, "_copy", copied)  # noqa: B010
         setattr(self.blocks, "rename", renamed)  # noqa: B010
 
     @contextmanager
@@ -207,6 +213,7 @@ class Bench:
         self.feed.sent.clear()
         self.feed.asked.clear()
         self.phases.clear()
+        self.rests.clear()
 
     def close(self) -> None:
         """Let go of the models."""

@@ -33,7 +33,8 @@ def test_steps_around_a_reload(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Blocks move, some while steps pause, the draft comes back, and figures come out."""
     found: dict[str, Any] = run(tmp_path, "--sections=reload")["reload"]
     for cycle in found["cycles"]:
-        assert cycle["blocks_in_tail"] == cycle["blocks_moved"] == sum(cycle["blocks_granted"])
+        copied = sum(cycle["blocks_granted"]) + cycle["blocks_in_rest"]
+        assert cycle["blocks_in_tail"] == cycle["blocks_moved"] == copied
         assert cycle["longest_of_expansion_ms"] > 0
         # Every row has a gap wherever one has.
         assert all(count % found["rows"] == 0 for count in cycle["all_gaps_before_ms"].values())
@@ -188,6 +189,7 @@ def test_refusals_are_counted_by_reason_without_its_numbers() -> None:
         elastic=argparse.Namespace(counters=counters),
         num_moved=7,
         phases=[],
+        rests=[],
         feed=feed,
         forget=lambda: None,
     )

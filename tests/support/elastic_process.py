@@ -48,7 +48,11 @@ class Worker:
         self.blocks = BlockManager(layout.num_base_blocks, layout.num_extra_blocks, BLOCK)
         path = self.pool.arena.path
         self.elastic = ElasticMemory(
-            self, self.blocks, self, agent_gone=lambda: not is_written_elsewhere(path)
+            self,
+            self.blocks,
+            self,
+            copy=self.copy,
+            agent_gone=lambda: not is_written_elsewhere(path),
         )
         start, image = layout.image_offset, self.pool.image.memory
         self.pool.arena.memory[start : start + layout.image_bytes] = image[:]
@@ -82,6 +86,13 @@ class Worker:
         for row in self.rows:
             row.table[:] = [moves.get(block, block) for block in row.table]
             self.check(row)
+
+    def copy(self, moves: dict[int, int]) -> None:
+        """Blocks go to their destinations while steps pause."""
+        memory, layout = self.pool.arena.memory, self.pool.layout
+        for source, destination in moves.items():
+            at, to = layout.block_offset(source), layout.block_offset(destination)
+            memory[to : to + layout.block_bytes] = memory[at : at + layout.block_bytes]
 
     def drop(self) -> None:
         """The draft leaves."""

@@ -53,7 +53,15 @@ class World:
         self.sent: list[ToFront] = []
         self.num_renames = 0
         self.num_moved = 0  # live blocks
-        self.elastic = ElasticMemory(self, self.blocks, self, lambda: self.now, lambda: self.gone)
+        self.num_copied = 0  # blocks, by the worker itself
+        self.elastic = ElasticMemory(
+            self,
+            self.blocks,
+            self,
+            copy=self.copy,
+            clock=lambda: self.now,
+            agent_gone=lambda: self.gone,
+        )
 
     @property
     def tail(self) -> range:
@@ -73,6 +81,13 @@ class World:
         self.blocks.rename(moves)
         for row in self.rows:
             row.table[:] = [moves.get(block, block) for block in row.table]
+
+    def copy(self, moves: dict[int, int]) -> None:
+        """Blocks go to their destinations while steps pause."""
+        assert not self.elastic.launch_allowed
+        self.num_copied += len(moves)
+        for source, destination in moves.items():
+            self.memory[destination] = list(self.memory[source])
 
     def drop(self) -> None:
         """The draft forgets the tail."""

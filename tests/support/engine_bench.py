@@ -130,7 +130,9 @@ class Bench:
             max_num_seqs=4,
             max_num_batched_tokens=64,
         )
-        self.elastic = ElasticMemory(self.scheduler, blocks, self.draft, clock)
+        self.elastic = ElasticMemory(
+            self.scheduler, blocks, self.draft, copy=self.target.copy_blocks, clock=clock
+        )
         send = self.channel.send
         runner = Runner(self.target, proposer, sample, **sizes, clock=clock)
         if self.mode != "depth 0":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from memory_agent.arena import is_written_elsewhere
@@ -20,6 +21,7 @@ from worker.engine.links import Clock, CpuMeter, Memory, Planner
 from worker.engine.runner import Runner, StepRunner
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import StopDetector
+from worker.model.block_copy import copy_blocks
 from worker.sampling import sample
 from worker.speculative.draft_model import DraftModelProposer
 from worker.speculative.ngram import NgramProposer
@@ -88,8 +90,9 @@ def assemble(
         scheduler,
         blocks,
         draft,
-        clock,
-        lambda: pool is None or not is_written_elsewhere(pool.arena_path),
+        copy=partial(copy_blocks, models.arena.memory, layout.block_bytes),
+        clock=clock,
+        agent_gone=lambda: pool is None or not is_written_elsewhere(pool.arena_path),
     )
     return Engine(
         scheduler,

@@ -1,7 +1,7 @@
 """The worker's side of elastic memory: the draft's tail becomes KV blocks and back.
 
 A grant ends with the agent's answer or its death, never with a time-out. An agent that is
-merely silent keeps its destinations; steps do not wait for it longer than `FREEZE_LIMIT_S`.
+merely silent keeps its destinations; no step waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from worker.messages import (
 )
 
 SETTLE_S = 1.0  # from the loss of the agent's stream until its last write has ended
-FREEZE_LIMIT_S = 1.0  # longest pause of steps for the last copy
 RELOAD_BACKOFF_S = 1.0  # after a failed load; doubles up to 32 times that
 
 
@@ -40,6 +39,8 @@ class ElasticMemory:
         scheduler: Owner of the rows' tables.
         blocks: The block manager.
         draft: The draft model; None if nothing can be given back.
+        copy: Copies blocks within the pool, sources to destinations, and returns once they are
+            there; called with nothing in flight.
         clock: Monotonic seconds.
         agent_gone: Whether no agent maps the arena any more; asked once its stream has been
             lost for `SETTLE_S`, so that a stopped process does not count as dead.
@@ -50,12 +51,14 @@ class ElasticMemory:
         scheduler: Tables,
         blocks: BlockManager,
         draft: Draft | None,
+        *,
+        copy: Callable[[dict[int, int]], None],
         clock: Callable[[], float] = time.monotonic,
         agent_gone: Callable[[], bool] = lambda: True,
     ) -> None:
         self.residency = "none" if draft is None else "resident"
         self._scheduler, self._blocks, self._draft = scheduler, blocks, draft
-        self._clock, self._agent_gone = clock, agent_gone
+        self._copy, self._clock, self._agent_gone = copy, clock, agent_gone
         self._phase = Phase.IDLE
         self._connected, self._stream = False, 0
         self._request_id = 0
@@ -64,7 +67,6 @@ class ElasticMemory:
         self._grant: Grant | None = None  # the open one
         self._num_grants = 0
         self._lost_at_s: float | None = None  # when the open grant's stream was lost
-        self._frozen_at_s = 0.0
         self._load_at_s = -math.inf
         self._num_failed_loads = 0
         self._num_expansions = 0
@@ -116,9 +118,6 @@ class ElasticMemory:
             messages += self._expand()
         elif self._phase is Phase.FREEZING:
             messages += self._freeze()
-        elif self._phase is Phase.COPYING_REST:
-            if self._clock() >= self._frozen_at_s + FREEZE_LIMIT_S:
-                messages += self._abandon("the agent did not copy the last blocks in time")
         elif self._phase is Phase.LOADING:
             messages += self._load()
         elif self._phase is Phase.RESTORING:
@@ -166,14 +165,12 @@ class ElasticMemory:
         return [self._grant_copy(full)] if full else []
 
     def _freeze(self) -> list[ToFront]:
-        rest = [b for b in self._blocks.live_tail_blocks() if b not in self._copied]
-        assert self._moves.keys() >= set(rest), "a closed tail block was handed out"
-        if rest and not self._connected:
+        if not self._connected:
             return self._abort("the agent is gone")
-        if rest:
-            self._phase = Phase.COPYING_REST
-            self._frozen_at_s = self._clock()
-            return [self._grant_copy(rest)]
+        live = self._blocks.live_tail_blocks()
+        assert self._moves.keys() >= set(live), "a closed tail block was handed out"
+        if rest := {b: self._moves[b] for b in live if b not in self._copied}:
+            self._copy(rest)
         failpoint.reached("worker.before_rename")
         # Sources without a row any more give their destinations back.
         self._scheduler.rename(self._moves)
@@ -282,6 +279,6 @@ class ElasticMemory:
         # The arena's lock lets a new agent attach only once the old one has unmapped.
         if self._connected or self._agent_gone():
             return self._end_grant(False, "the agent is gone")
-        if self._phase in (Phase.COPYING, Phase.COPYING_REST):
+        if self._phase is Phase.COPYING:
             return self._abandon("the agent's stream is lost, but the agent is not gone")
         return []

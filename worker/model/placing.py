@@ -11,6 +11,7 @@ from memory_agent.layout import ArenaLayout
 from nightjar.errors import ConfigError
 from worker.config import WorkerConfig
 from worker.messages import PoolInfo
+from worker.model.block_copy import warm_copy
 from worker.model.device import Placement
 from worker.model.forward import DraftForward, ModelForward
 from worker.model.linear import pack
@@ -129,6 +130,7 @@ def put_in_place(
     draft.restore()
     if not arena.path:
         return None
+    warm_copy(arena.memory, layout.block_bytes)
     path, digest = arena.write_image()
     return PoolInfo(
         arena_path=arena.path,

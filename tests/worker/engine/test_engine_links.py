@@ -185,8 +185,7 @@ def test_memory_goes_and_comes_back_while_requests_run() -> None:
             bench.give(GrantAnswer(grant_id=grant.grant_id, ok=True))
             answered += 1
         bench.turn()
-    assert answered >= 2
-    assert {grant.kind for grant in bench.channel.of(Grant)} == {"copy", "load"}
+    assert [grant.kind for grant in bench.channel.of(Grant)] == ["copy", "load"]
     bench.give(submit(9, TEXT, max_tokens=40))
     bench.finish()
     for request_id, text in texts.items():
