@@ -19,6 +19,8 @@ HANDLE_BYTES = 64
 UUID_BYTES = 16
 _LAZY_PEER_ACCESS = 1  # the one flag that opening a handle knows
 _OUT_OF_MEMORY = 2
+_STACK_LIMIT = 0  # CU_LIMIT_STACK_SIZE
+_STACK_BYTES = 128  # of a thread; the driver's default is 1024
 _Pointer = ctypes.c_uint64  # CUdeviceptr
 
 
@@ -119,6 +121,19 @@ def open_handle(device: int, handle: bytes, num_bytes: int) -> DeviceMemory:
         memory.close()
         raise CudaError(f"the allocation of the handle holds {size.value} bytes, not {num_bytes}")
     return memory
+
+
+def save_stacks(device: int) -> None:
+    """Keep little of the device for kernels' stacks; the driver takes more where one needs it.
+
+    A context reserves the stacks of all threads that can run at once: 230 of the 527 MiB that an
+    empty one takes on an H200 come back.
+
+    Raises:
+        CudaError: The device cannot be used.
+    """
+    with _current(device) as driver:
+        _call(driver.cuCtxSetLimit, ctypes.c_int(_STACK_LIMIT), ctypes.c_size_t(_STACK_BYTES))
 
 
 @contextmanager

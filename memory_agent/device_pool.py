@@ -170,6 +170,7 @@ class DevicePool:
         shared = SharedFile(files.image_path, layout.image_bytes, create=False)
         stack.callback(_close, shared)
         image = torch.frombuffer(shared.memory, dtype=torch.uint8)
+        cuda_memory.save_stacks(device)
         try:
             stack.enter_context(cuda_memory.pinned(device, image.data_ptr(), len(image)))
         except cuda_memory.CudaError as error:

@@ -22,6 +22,7 @@ class Driver:
         self.sizes: dict[int, int] = {}  # of allocations, by pointer
         self.mapped: set[int] = set()
         self.pinned: set[int] = set()
+        self.limits: dict[int, int] = {}
         self.depth = 0
 
     def cuCtxPushCurrent_v2(self, context: Any) -> int:
@@ -74,6 +75,11 @@ class Driver:
 
     def cuIpcCloseMemHandle(self, pointer: Any) -> int:
         self.mapped.remove(pointer.value)
+        return 0
+
+    def cuCtxSetLimit(self, limit: Any, value: Any) -> int:
+        assert self.depth > 0
+        self.limits[limit.value] = value.value
         return 0
 
     def cuMemHostRegister_v2(self, address: Any, size: Any, flags: Any) -> int:
@@ -168,3 +174,9 @@ def test_without_a_driver_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) ->
     cuda_memory._driver.cache_clear()
     with pytest.raises(CudaError, match="no NVIDIA driver"):
         device_of(b"x" * 16)
+
+
+def test_stacks_that_no_kernel_needs_are_not_kept(driver: Driver) -> None:
+    """The driver's limit number 0 is of stacks; what it had by default is 1024 bytes a thread."""
+    cuda_memory.save_stacks(0)
+    assert (driver.limits, driver.depth) == ({0: 128}, 0)
