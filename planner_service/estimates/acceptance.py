@@ -8,6 +8,7 @@ is dropped for all positions at once. (The rule is Lepski's choice of a bandwidt
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -99,15 +100,19 @@ def estimate(
     return Acceptance(tuple(tokens), tuple(high))
 
 
-def lately(found: Sequence[OwnSums | None], usual: float, largest: int) -> tuple[float, ...]:
+def lately(
+    found: Sequence[OwnSums | None], usual: float, largest: int, num_rows: int
+) -> tuple[float, ...]:
     """Mean tokens by gamma, going by the first draft of the last few rows alone.
 
     Args:
         found: A policy's counts.
         usual: Rate that a row more is taken to have.
         largest: Largest gamma.
+        num_rows: That a step has: about as many are looked at, and a few at least.
     """
-    last = found[0] if found else None
+    shortest = max(0, bisect_right(HALF_LIVES, num_rows) - 1)
+    last = found[shortest] if shortest < len(found) else None
     reached, accepted = last.values[:2] if last and _sane(last.values) else (0.0, 0.0)
     rate = min((accepted + usual) / (reached + 1), 1.0)
     return tuple(accumulate([rate**i for i in range(largest + 1)]))

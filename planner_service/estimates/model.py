@@ -44,6 +44,23 @@ def sums(
     return found
 
 
+class Beyond(NamedTuple):
+    """What speculation costs beyond its own steps, and how many rows draft."""
+
+    drafting_share: float = 1.0
+    prompts_us: float = 0.0  # of the draft, for a step with prompts
+    prompt_steps: float = 0.0  # such steps for each emitted token
+    prefill_us: float = 0.0  # for each row and token that it emits
+    switching_us: float = 0.0  # for each row, a step
+
+    def coarse(self) -> Beyond:
+        """To about a tenth: what is built for it need not be built at every step."""
+        return Beyond(*(float(f"{value:.1g}") if i else value for i, value in enumerate(self)))
+
+
+NOTHING_BEYOND = Beyond()
+
+
 class _Times(NamedTuple):
     """What a fit says at some batch sizes, the nodes; between them it goes in a straight line."""
 
@@ -69,12 +86,12 @@ class Model:
         self._policy = policy
         self._largest = largest
         self._gammas = _gammas(policy, largest)
-        self._optimism_sds = optimism_sds
+        self.optimism_sds = optimism_sds
         self._own: Mapping[str, OwnSums] = _NO_OWN
         self._sums: dict[str, OwnSums] = {}
         self._num_own = 0
         self._last_table: dict[int, tuple[int, int]] = {}
-        self._cells: dict[str, tuple[Cell, Spread]] = {}
+        self._cells: dict[str, tuple[Cell, Cell, Spread]] = {}
         self._counts: tuple[Sequence[OwnSums | None], Sequence[float], Sequence[float]] = (
             (),
             (),
@@ -109,12 +126,13 @@ class Model:
             prior_reached,
             prior_accepted,
             largest=self._largest,
-            optimism_sds=self._optimism_sds,
+            optimism_sds=self.optimism_sds,
         )
 
-    def tokens_lately(self) -> tuple[float, ...]:
-        """Mean tokens by gamma, going by the last few rows alone."""
-        return acceptance.lately(self._counts[0], self.acceptance.tokens[1] - 1, self._largest)
+    def tokens_lately(self, num_rows: int) -> tuple[float, ...]:
+        """Mean tokens by gamma, going by about as many of the last rows alone."""
+        usual = self.acceptance.tokens[1] - 1
+        return acceptance.lately(self._counts[0], usual, self._largest, num_rows)
 
     def step_us(self, context: Context) -> list[float]:
         """Expected microseconds of a step, by gamma."""
@@ -133,16 +151,18 @@ class Model:
         node, share = _place(context.batch_size, context.max_batch_size)
         return self._times(context.max_batch_size).factors[node + round(share)][best]
 
-    def table(self, max_batch_size: int, largest: int) -> dict[int, tuple[int, int]]:
+    def table(
+        self, max_batch_size: int, largest: int, beyond: Beyond = NOTHING_BEYOND
+    ) -> dict[int, tuple[int, int]]:
         """Best gamma of each bucket of `GRID` up to a batch size, as pairs for a decision."""
         # Rounded: a table holds for buckets that nobody asks about now, and takes time to build.
-        coarse = tuple([round(16 * value) for value in self.acceptance.tokens[: largest + 1]])
-        key = (max_batch_size, coarse)
+        coarse = tuple([round(32 * value) for value in self.acceptance.tokens[: largest + 1]])
+        key = (max_batch_size, coarse, beyond)
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) > 8:
                 self._tables.clear()
-            table = self._build_table(max_batch_size, coarse)
+            table = self._build_table(max_batch_size, np.array(coarse) / 32, beyond)
             # An equal table stays the same object: it is checked and encoded once.
             table = self._last_table if table == self._last_table else table
             self._last_table = self._tables[key] = table
@@ -156,7 +176,7 @@ class Model:
             variance = self.cost.covariance(sizes, self._largest)
             own = np.einsum("bgg->bg", variance)
             apart = own[:, :, None] + own[:, None, :] - 2 * variance
-            factors = np.exp(-self._optimism_sds * np.sqrt(np.maximum(apart, 0.0)))
+            factors = np.exp(-self.optimism_sds * np.sqrt(np.maximum(apart, 0.0)))
             known = _Times(log_us, log_us.tolist(), factors.tolist())
             self._by_max_batch[max_batch_size] = known
         return known
@@ -179,25 +199,33 @@ class Model:
                 cell = step_cost.read_cell(names[name], found)
             if cell is not None:
                 self._cells[name] = cell
-            changed = changed or (cell and cell[0]) != (before and before[0])
+            changed = changed or (cell and cell[1]) != (before and before[1])
         return changed
 
     def _fit(self) -> None:
         cells = list(self._cells.values())
         spread = Spread()
-        for _, part in cells:
+        for _, _, part in cells:
             spread = spread.plus(part)
-        self.cost = StepCost([cell for cell, _ in cells], spread)
+        self.cost = StepCost([cell for cell, _, _ in cells], spread)
         self._by_max_batch: dict[int, _Times] = {}
-        self._tables: dict[tuple[int, tuple[int, ...]], dict[int, tuple[int, int]]] = {}
+        self._tables: dict[tuple[int, tuple[int, ...], Beyond], dict[int, tuple[int, int]]] = {}
 
     def _build_table(
-        self, max_batch_size: int, tokens: Sequence[float]
+        self, max_batch_size: int, tokens: Floats, beyond: Beyond
     ) -> dict[int, tuple[int, int]]:
         starts = np.array([edge for edge in BATCH_EDGES if edge <= max_batch_size], dtype=float)
-        free_us = np.exp(self._times(max_batch_size).log_us[: len(starts), : len(tokens)])
-        us = free_us[:, None, :] + (self.cost.us_per_kv_token * _KV_CENTRES)[None, :, None]
-        best = (np.array(tokens) / us).argmax(axis=2)
+        ends = np.minimum([*(starts[1:] - 1), max_batch_size], max_batch_size)
+        rows = np.sqrt(starts * ends)[:, None]  # in the middle of each bucket
+        by_node = self._times(max_batch_size).log_us[:, : len(tokens)]
+        at = np.log(_nodes(max_batch_size))
+        log_us = [np.interp(np.log(rows[:, 0]), at, column) for column in by_node.T]
+        emitted = 1 + beyond.drafting_share * (tokens - 1)
+        more = -beyond.prompts_us * np.expm1(-beyond.prompt_steps * rows * emitted)
+        more += rows * (beyond.prefill_us * emitted + beyond.switching_us)
+        us = np.exp(np.array(log_us).T) + more * (np.arange(len(tokens)) > 0)
+        kv_us = self.cost.us_per_kv_token * _KV_CENTRES
+        best = (emitted / (us[:, None, :] + kv_us[None, :, None])).argmax(axis=2)
         least, most = (starts[:, None] * n for n in _KV_PER_ROW)
         lows, highs = np.array([0, *KV_EDGES]), np.array([*KV_EDGES, np.inf])
         covered = (highs[None, :] > least) & (lows[None, :] < most)

@@ -44,7 +44,7 @@ SLOPE_PRIOR_STEPS = 20.0  # weight of "tokens cost nothing", in steps of the usu
 
 
 class Cell(NamedTuple):
-    """Means over alike steps, rounded so that a model is not fitted anew for nothing."""
+    """Means over alike steps."""
 
     log_batch: float
     gamma: int
@@ -52,6 +52,22 @@ class Cell(NamedTuple):
     num_kv_tokens: float
     num_prompt_tokens: float
     num_steps: float
+
+    def rounded(self, error: float) -> Cell:
+        """What must change before a model is fitted anew: knowledge, not noise.
+
+        Args:
+            error: Of the mean time, as a share of it.
+        """
+        grain = min(max(GRAIN, 2.0 ** math.floor(math.log2(error + 1e-9))), MAX_GRAIN)
+        return Cell(
+            round(self.log_batch, 1 + (self.log_batch > math.log(3))),
+            self.gamma,
+            round(self.log_us / grain) * grain,
+            _coarse(self.num_kv_tokens),
+            _coarse(self.num_prompt_tokens),
+            2.0 ** round(math.log2(self.num_steps)),
+        )
 
 
 class Spread(NamedTuple):
@@ -233,8 +249,8 @@ def _matern(apart: Floats, length: float) -> Floats:
     return correlation
 
 
-def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
-    """A cell's rounded means, and what its steps tell of their spread; None if it is not ours."""
+def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Cell, Spread] | None:
+    """A cell, the same rounded, and what its steps tell of their spread; None if it is not ours."""
     if (
         len(found.values) != NUM_VALUES
         or not -_MOST < min(found.values) <= max(found.values) < _MOST
@@ -250,19 +266,9 @@ def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
         return None
     if not (0 <= mean_kv < 1e12 and 0 <= mean_prompt < 1e12):
         return None
-    # Rounded by what chance leaves uncertain, so that fits follow knowledge, not noise.
-    num_steps = 2.0 ** round(math.log2(steps))
     relative = max(0.0, us2 - us * mean_us) / mean_us**2
     error = math.sqrt(relative / max(reports - 1, 1.0) / steps)
-    grain = min(max(GRAIN, 2.0 ** math.floor(math.log2(error + 1e-9))), MAX_GRAIN)
-    cell = Cell(
-        round(math.log(batch), 1 + (batch > 3)),
-        gamma,
-        round(math.log(mean_us) / grain) * grain,
-        _coarse(mean_kv),
-        _coarse(mean_prompt),
-        num_steps,
-    )
+    cell = Cell(math.log(batch), gamma, math.log(mean_us), mean_kv, mean_prompt, steps)
     spread = Spread(
         steps,
         max(0.0, kv2 - kv * mean_kv),
@@ -274,4 +280,4 @@ def read_cell(gamma: int, found: OwnSums) -> tuple[Cell, Spread] | None:
         relative,
         max(0.0, reports - 1),
     )
-    return cell, spread
+    return cell, cell.rounded(error), spread

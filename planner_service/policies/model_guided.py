@@ -10,7 +10,8 @@ gamma of most tokens per second is run:
 with catch-up what the stale tokens take, and h the steps that speculation tends to stay best. An
 experiment is made only where it can change the decision: with a set probability one of the gammas
 whose rate may well exceed the best one's is drawn for a few steps. At gamma 0, which teaches no
-acceptance, gamma 1 is probed for one step at intervals that keep its cost below a set share.
+acceptance, gamma 1 is probed for one step at intervals that keep its cost below a set share; what
+steps of a gamma take is tried there once the gain that is expected of knowing it exceeds its cost.
 
 The estimators are those of SmartSpec (arXiv 2406.14066) in spirit: a goodput model; the rest,
 forgetting, change detection, contexts with KV tokens and rationed experiments, is Nightjar's own.
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from planner_service.context import MAX_GAMMA, Context, Outcome
-from planner_service.estimates.goodput import Goodput
+from planner_service.estimates.goodput import MAX_STEP_TOKENS, Goodput
 from planner_service.estimates.model import GRID, Model, sums
 from planner_service.observation import observe
 from planner_service.policies.policy import (
@@ -50,8 +51,8 @@ MARGIN = 0.02  # of the rate, that an experiment must promise
 OPTIMISM_SDS = 1.5
 # At gamma 0 a probe must be able to pay if acceptance is as good as this.
 GOOD_TOKENS = tuple(sum(0.9**i for i in range(gamma + 1)) for gamma in range(MAX_GAMMA + 1))
-MAX_STEP_TOKENS = 1024  # that a step catches up, at most, in the workers' default
 MAX_PROBE_INTERVAL = 1000.0
+LASTING_STEPS = 2500.0  # that the time of a step is of use, once it was measured
 FIRST_ON_STEPS, MAX_ON_STEPS = 64.0, 4096.0
 MAX_MODELS = 64
 _MOST = 1e9
@@ -132,8 +133,10 @@ class ModelGuided(Policy):
         favoured = float(feasible > 0 and max(rates[1 : feasible + 1]) > rates[0])
         if favoured != memory.favoured:
             memory = memory._replace(favoured=favoured, on_runs=memory.on_runs + favoured)
+        switching_us = 0.0
         if stale := goodput.stale_tokens:
-            rates = goodput.rates(goodput.switching_us() / memory.on_length)
+            switching_us = goodput.switching_us() / memory.on_length
+            rates = goodput.rates(switching_us)
         best = rates.index(max(rates[: largest + 1]))
         del rates[feasible + 1 :]
         exploit = best if best <= feasible else rates.index(max(rates))
@@ -141,13 +144,15 @@ class ModelGuided(Policy):
             memory = memory._replace(left=0.0, trial=-1.0, propensity=1.0)
         if memory.left == 0 and feasible > 0:
             if exploit == 0 and (stale or session.previous_gamma == 0):
-                memory = self._probe(goodput, memory, rates, context.batch_size, rng)
+                memory = self._probe(goodput, memory, rates, rng)
             else:
                 memory = self._draw(goodput, memory, rates, exploit, rng)
         explored = 0 <= memory.trial <= feasible
         gamma = int(memory.trial) if explored else exploit
         hold = min(HOLD_STEPS, math.ceil(memory.left)) or IDLE_HOLD_STEPS
-        table = model.table(context.max_batch_size, largest)
+        if explored and gamma > 1 and goodput.catch_up_steps >= 1:  # by the cheapest drafts
+            gamma, hold = 1, min(hold, math.ceil(goodput.catch_up_steps))
+        table = goodput.table(largest, switching_us)
         choice = Choice(gamma, best, hold, explored, memory.propensity, table, GRID)
         return choice, Session(gamma, {0: memory})
 
@@ -170,6 +175,8 @@ class ModelGuided(Policy):
         rng: random.Random,
     ) -> Memory:
         """The best gamma, or with a set probability one that may be better."""
+        if goodput.catch_up_steps >= 1:  # before all rows draft, nothing shows what a gamma costs
+            return memory.drawn((), 0.0, rng, 0, min(HOLD_STEPS, math.ceil(goodput.catch_up_steps)))
         share = self._experiment_share
         if trials := goodput.worth_trying(rates, best, MARGIN):
             return memory.drawn(trials, share, rng, EXPERIMENT_STEPS, UNSURE_STEPS)
@@ -185,29 +192,43 @@ class ModelGuided(Policy):
         goodput: Goodput,
         memory: Memory,
         rates: Sequence[float],
-        batch_size: int,
         rng: random.Random,
     ) -> Memory:
         """Plain decoding, which is best, or a trial if one is due.
 
-        Trying means to catch up, so it waits until that costs a small share of the time; but
-        where the last probe went so well that speculation might pay, a longer one follows soon.
+        Trying means to catch up, so it waits until that costs a small share of the time, or of
+        what may be gained if that is less; but where the last probe went so well that speculation
+        might pay, a longer one follows soon.
         """
-        steps, num_gammas = PROBE_STEPS, len(rates)
+        num_gammas, plain_us, behind = len(rates), goodput.us[0], math.ceil(goodput.catch_up_steps)
+
+        def cost_of(gamma: int, steps: int) -> float:
+            """In steps of plain decoding; catching up comes first, by drafts of one token."""
+            first_us, own_us = (max(0.0, goodput.us[g] - plain_us) for g in (1, gamma))
+            us = min(steps, behind) * first_us + max(0, steps - behind) * own_us
+            return (us + goodput.switching_us(steps * MAX_STEP_TOKENS)) / plain_us
+
+        # What a gamma costs shows once all rows draft; a step more runs until the next word comes.
+        steps, cost = behind + EXPERIMENT_STEPS, 0.0
         trials = goodput.worth_trying(rates, 0, MARGIN)
         if trials:
-            # What a gamma costs shows once all rows draft.
-            caught_up_a_step = max(MAX_STEP_TOKENS - batch_size, MAX_STEP_TOKENS // 4)
-            steps = EXPERIMENT_STEPS + math.ceil(goodput.stale_tokens / caught_up_a_step)
-        elif max(goodput.rates(tokens=GOOD_TOKENS)[:num_gammas]) > rates[0]:
-            trials = [1]
+            gains = {
+                gamma: LASTING_STEPS * goodput.expected_gain(rates, gamma, 0)
+                - cost_of(gamma, steps + 1)
+                for gamma in trials
+            }
+            trials = [max(trials, key=gains.__getitem__)]
+            cost = cost_of(trials[0], steps + 1)
+            if gains[trials[0]] < 0:
+                trials = []
+        interval = cost / self._probe_cost
         again = max(goodput.lately()[:num_gammas]) > rates[0] * (1 + MARGIN)
-        if again:
-            steps = max(steps, SECOND_PROBE_STEPS)
-        plain_us, first_us = goodput.us[:2]
-        cost_us = steps * max(0.0, first_us - plain_us)
-        cost_us += goodput.switching_us(steps * MAX_STEP_TOKENS)
-        interval = min(cost_us / (self._probe_cost * plain_us), MAX_PROBE_INTERVAL)
+        good = max(goodput.rates(tokens=GOOD_TOKENS)[:num_gammas]) / rates[0] - 1
+        if not trials and good > 0:
+            trials, steps = [1], SECOND_PROBE_STEPS if again else PROBE_STEPS
+            cost = cost_of(1, steps + 1)
+            interval = cost / (self._probe_cost * min(1.0, good))
+        interval = min(interval, MAX_PROBE_INTERVAL)
         if again:
             interval = min(interval, SECOND_PROBE_AFTER)
         wait = interval - memory.since_draft
@@ -245,10 +266,11 @@ SPEC = PolicySpec(
         Parameter(
             name="probe_cost",
             kind="float",
-            default=0.015,
+            default=0.03,
             minimum=0.0001,
             maximum=1,
-            help="share of time that probes may cost while plain decoding is best",
+            help="share of the time that probes may cost while plain decoding is best; the less, "
+            "the less speculation could gain",
         ),
     ),
     make=lambda values: ModelGuided(

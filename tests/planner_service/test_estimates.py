@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from planner_service.context import Context, Outcome
-from planner_service.estimates import acceptance, step_cost
+from planner_service.estimates import acceptance, step_cost, workload
 from planner_service.estimates.acceptance import HALF_LIVES, Acceptance
-from planner_service.estimates.model import GRID, Model, sums
+from planner_service.estimates.model import GRID, Beyond, Model, sums
 from planner_service.observation import observe
 from planner_service.own_sums import OwnSums
 from planner_service.sums import NOTHING, Stats
@@ -191,3 +191,59 @@ def test_torn_cells_are_left_out() -> None:
         model = Model("p", 2, optimism_sds=1.0)
         model.read(Stats(own={name: OwnSums(values, 4000.0, 0.0)}))
         assert all(math.isfinite(us) and us > 0 for us in model.step_us(Context(3)))
+
+
+def prompts(gamma: int, *, drafted: int, draft_us: int) -> Outcome:
+    """A hundred steps of 8 rows, of which twenty compute a prompt of 100 tokens each."""
+    rows = 800
+    return Outcome(
+        100, 80, 80 * 9000, 640, 640, rows, 2000, 0, 0, draft_us, (drafted,), (drafted // 2,)
+    )._replace(num_emitted=rows + drafted // 2)
+
+
+def test_a_drafts_prompts_cost_what_they_took_while_all_rows_drafted() -> None:
+    """20 steps in 100 have prompts, 900 us each in the draft; what was put off is left out."""
+    at, own = Context(8), dict[str, OwnSums]()
+    outcomes = (
+        (1, prompts(1, drafted=800, draft_us=18_000)),
+        (1, prompts(1, drafted=200, draft_us=90_000)),
+        (0, prompts(0, drafted=0, draft_us=0)),
+    )
+    assert workload.read("p", own).draft_prompts_us == -1
+    for gamma, outcome in outcomes:
+        for name, added in workload.sums("p", 0.0, at, gamma, outcome).items():
+            own[name] = own[name].plus(added) if name in own else added
+    found = workload.read("p", own)
+    assert found.draft_prompts_us == pytest.approx(900)
+    mean_emitted = sum(outcome.num_emitted for _, outcome in outcomes) / 300
+    assert 1 - math.exp(-found.prompt_steps * mean_emitted) == pytest.approx(0.2)
+
+
+def test_the_table_pays_for_prompts_and_for_switching() -> None:
+    """Gamma 1 yields 1.6 tokens in 6 ms for 4: not with 1 ms more, of prompts or catching up."""
+    model = Model("p", 1, optimism_sds=1.0)
+    cells(model, [(8, 0, 0, 4000), (8, 1, 0, 6000)])
+    at = GRID.bucket(8, 0)
+    assert model.table(8, 1)[at] == (1, 1)
+    assert model.table(8, 1, Beyond(prompts_us=10.0, prompt_steps=1.0))[at] == (1, 1)
+    assert model.table(8, 1, Beyond(prompts_us=1000.0, prompt_steps=1.0))[at] == (0, 0)
+    assert model.table(8, 1, Beyond(switching_us=1000.0 / 8))[at] == (0, 0)
+
+
+def test_rounding_decides_when_to_fit_and_not_what_is_fitted() -> None:
+    """A cell of 10,049 us is known as such, not as the nearest step of a grid."""
+    model = Model("p", 1, optimism_sds=1.0)
+    cells(model, [(8, 0, 0, 10_049)], steps=100_000)
+    assert model.step_us(Context(8))[0] == pytest.approx(10_049, rel=1e-4)
+
+
+def test_as_many_of_the_last_rows_count_as_a_step_has() -> None:
+    """Forty rows that took nine in ten drafts, then ten that took none: a few rows, or all."""
+    rng, own = random.Random(0), dict[str, OwnSums]()
+    for clock, rate, rows in ((0.0, 0.9, 40), (40.0, 0.0, 10)):
+        for name, added in acceptance.sums("p", clock, drafted(rng, rate, 1, rows)).items():
+            own[name] = own[name].plus(added) if name in own else added
+    found = acceptance.counts("p", own)
+    few, many = (acceptance.lately(found, 0.5, 1, rows)[1] for rows in (2, 40))
+    assert few < many
+    assert many == pytest.approx(1 + acceptance.lately(found[1:], 0.5, 1, 2)[1] - 1)

@@ -13,6 +13,7 @@ from planner_service.policies.model_guided import (
     DOUBT_SHARE,
     EXPERIMENT_STEPS,
     HOLD_STEPS,
+    PROBE_STEPS,
     SPEC,
     UNMEASURED_SHARE,
     Memory,
@@ -137,7 +138,11 @@ def test_catching_up_is_spread_over_the_steps_that_speculation_stays_on() -> Non
 
 
 def test_at_gamma_0_acceptance_is_probed_at_intervals_that_cost_little() -> None:
-    """A probe of 2 ms beyond plain decoding's 10 ms, at 1 %, comes every 20 steps."""
+    """Two steps of 2 ms beyond plain decoding's 10 ms, at 3 % of 69 %, come every 20 steps.
+
+    69 % is what good acceptance would gain: 2.71 / 16 over 1 / 10. The second step is the one
+    until the next word comes.
+    """
     made, stats = policy(), known(0.1)
     session, ran, probes = Session(), 0, 0
     for seed in range(400):
@@ -227,3 +232,33 @@ def test_a_gamma_that_never_ran_at_such_a_batch_size_is_tried_whatever_the_model
     tried = sum(answer.gamma == 0 for answer in answers)
     assert {answer.propensity for answer in answers if answer.gamma == 0} == {UNMEASURED_SHARE}
     assert tried / 1000 == pytest.approx(UNMEASURED_SHARE, abs=0.04)
+
+
+def test_a_trial_far_behind_catches_up_by_the_cheapest_drafts() -> None:
+    """With 10,000 stale tokens a trial of gamma 2 begins with gamma 1, and is still the trial."""
+    made, far = policy(), AT._replace(sum_stale_tokens=10_000)
+    trial = Session(0, {0: Memory(left=12.0, trial=2.0, propensity=0.1)})
+    choice, after = made.select(far, known(0.1), trial, random.Random(0))
+    assert (choice.gamma, choice.explored, choice.propensity) == (1, True, 0.1)
+    assert choice.hold_steps <= 10
+    near, _ = made.select(AT, known(0.1), after, random.Random(0))
+    assert near.gamma == 2
+
+
+def test_no_trial_that_costs_more_than_is_expected_of_knowing() -> None:
+    """What gamma 2 takes is tried where that costs a few steps; 2000 steps behind, one probes."""
+    stats = known(0.15, gammas=(0, 1))
+    stats = stats._replace(own={n: s for n, s in stats.own.items() if not n.endswith("/1")})
+    patient = Session(0, {0: Memory(since_draft=1e6, on_steps=4000.0)})
+    for behind, tried in ((0, (2, EXPERIMENT_STEPS)), (2_000_000, (1, PROBE_STEPS))):
+        answers = choices(stats, AT._replace(sum_stale_tokens=behind), patient, 40)
+        assert {(answer.gamma, answer.hold_steps) for answer in answers} == {tried}
+
+
+def test_without_any_gamma_plain_decoding_runs_on() -> None:
+    """A policy that may not speculate says so, whatever the draft lacks."""
+    made = policy(gamma_max="0")
+    choice, _ = made.select(
+        AT._replace(sum_stale_tokens=5000), NOTHING, Session(), random.Random(0)
+    )
+    assert (choice.gamma, choice.explored) == (0, False)
