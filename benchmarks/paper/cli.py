@@ -66,8 +66,8 @@ _SETTLE_S, _DRAIN_S = 1.0, 4.0  # about, of a slice
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run or report; returns the exit status: 1 if something that was asked for is left out."""
-    options = _parsed(sys.argv[1:] if argv is None else list(argv))
     try:
+        options = _parsed(sys.argv[1:] if argv is None else list(argv))
         return _report(options) if options.verb == "report" else _run(options)
     except ConfigError as error:
         print(f"paper: {error}", file=sys.stderr)

@@ -133,6 +133,9 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
         files[-1].write_text(json.dumps({"begun": "now", "design": {"seed": seed}, "slices": []}))
     assert cli.main(["report", *map(str, files)]) == 2
     assert "its design differs" in capsys.readouterr().err
+    files[0].write_text(json.dumps({"slices": [], "learned": "gone.json"}))
+    assert cli.main(["run", "--tiny", f"--out={tmp_path}", "--after", str(files[0])]) == 2
+    assert "--cold goes on without" in capsys.readouterr().err
 
 
 def test_requests_depend_on_seed_and_pass_alone() -> None:
