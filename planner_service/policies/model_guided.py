@@ -52,6 +52,7 @@ OPTIMISM_SDS = 1.5
 # At gamma 0 a probe must be able to pay if acceptance is as good as this.
 GOOD_TOKENS = tuple(sum(0.9**i for i in range(gamma + 1)) for gamma in range(MAX_GAMMA + 1))
 MAX_PROBE_INTERVAL = 1000.0
+LEAST_GAIN = 0.4  # by such tokens, as a share of the rate; below it probes get no rarer
 LASTING_STEPS = 2500.0  # that the time of a step is of use, once it was measured
 FIRST_ON_STEPS, MAX_ON_STEPS = 64.0, 4096.0
 MAX_MODELS = 64
@@ -227,7 +228,7 @@ class ModelGuided(Policy):
         if not trials and good > 0:
             trials, steps = [1], SECOND_PROBE_STEPS if again else PROBE_STEPS
             cost = cost_of(1, steps + 1)
-            interval = cost / (self._probe_cost * min(1.0, good))
+            interval = cost / (self._probe_cost * min(1.0, max(good, LEAST_GAIN)))
         interval = min(interval, MAX_PROBE_INTERVAL)
         if again:
             interval = min(interval, SECOND_PROBE_AFTER)
