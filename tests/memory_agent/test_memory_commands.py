@@ -148,9 +148,9 @@ def test_another_service_is_a_sentence(
     server.start()
     try:
         assert main(["memory", address]) == 1
+        _, err = capfd.readouterr()  # before the server's end, of which gRPC logs
     finally:
         server.stop(0).wait()
-    _, err = capfd.readouterr()
     assert err == f"nightjar memory: {words.replace('ADDRESS', address)}\n"
 
 
