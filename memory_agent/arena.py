@@ -38,10 +38,7 @@ class SharedFile:
             fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else os.O_NONBLOCK), 0o600)
         except OSError as error:
             if create:
-                raise ConfigError(
-                    f"--shm-dir={os.path.dirname(path)!r}: no file can be made there: "
-                    f"{error.strerror}"
-                ) from None
+                raise no_file_in(os.path.dirname(path), error) from None
             raise
         try:
             if create:
@@ -84,6 +81,11 @@ def is_written_elsewhere(path: str) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def no_file_in(shm_dir: str, error: OSError) -> ConfigError:
+    """What to say of a folder that takes no file."""
+    return ConfigError(f"--shm-dir={shm_dir!r}: no file can be made there: {error.strerror}")
 
 
 def _num_free_bytes(folder: str) -> int:

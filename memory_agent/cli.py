@@ -11,8 +11,8 @@ import grpc
 
 from memory_agent.attachment import MAP_TIMEOUT_S
 from memory_agent.layout import size_in_words
-from nightjar.errors import ConfigError, NightjarError, Unavailable
-from nightjar.rpc import dial, is_address
+from nightjar.errors import NightjarError, Unavailable
+from nightjar.rpc import check_address, dial
 from nightjar.v1 import memory_pb2, memory_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("address", help="of the memory agent")
     address = parser.parse_args(argv).address
-    if not is_address(address):
-        raise ConfigError(f"address {address!r}: must be HOST:PORT or unix:PATH")
+    check_address(address)
     try:
         status = asyncio.run(_asked(address))
     except grpc.aio.AioRpcError as error:

@@ -11,8 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nightjar import tls
-from nightjar.errors import ConfigError
-from nightjar.rpc import is_address
+from nightjar.rpc import check_address
 
 POLL_S, CALL_TIMEOUT_S = 0.2, 2.0
 
@@ -41,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--wait", type=float, default=0, help="seconds to go on asking [0]")
     arguments = parser.parse_args(argv)
     for address in arguments.address:
-        if not is_address(address):
-            raise ConfigError(f"address {address!r}: must be HOST:PORT or unix:PATH")
+        check_address(address)
     credentials = tls.client("--tls", arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     deadline = time.monotonic() + arguments.wait
     for address in arguments.address:

@@ -183,11 +183,20 @@ def is_address(given: str) -> bool:
     return bool(host) and is_port and not host.startswith(("http://", "https://"))
 
 
-def _check_address(flag: str, listen: str) -> None:
-    if not is_address(listen):
-        raise ConfigError(
-            f"{flag}={listen!r}: must be HOST:PORT with a port from 0 to 65535, or unix:PATH"
-        )
+def check_address(given: str, flag: str = "", form: str = "HOST:PORT or unix:PATH") -> None:
+    """Refuse what `is_address` does not take.
+
+    Args:
+        given: The address.
+        flag: What it was given by; empty where it stands by itself.
+        form: What would do, in words.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not is_address(given):
+        name = f"{flag}=" if flag else "address "
+        raise ConfigError(f"{name}{given!r}: must be {form}")
 
 
 class Server:
@@ -210,7 +219,7 @@ class Server:
         Raises:
             ConfigError: The address is none; `flag` is what it was given by.
         """
-        _check_address(flag, listen)
+        check_address(listen, flag, "HOST:PORT with a port from 0 to 65535, or unix:PATH")
         self.grpc = grpc.aio.server(
             interceptors=[*gates, ErrorInterceptor()], options=SERVER_OPTIONS
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 
+from memory_agent.arena import no_file_in
 from memory_agent.failpoint import check_failpoints
-from nightjar.errors import ConfigError
-from nightjar.rpc import is_address
+from nightjar.rpc import check_address
 from worker.config import WorkerConfig, check_shm_dir
 from worker.engine.limits import check_config
 from worker.model.folders import check_folders
@@ -20,8 +20,8 @@ def check_flags(config: WorkerConfig) -> None:
     """
     check_config(config)
     for flag, address in (("--planner", config.planner), ("--memory-agent", config.memory_agent)):
-        if address and not is_address(address):
-            raise ConfigError(f"{flag}={address!r}: must be HOST:PORT or unix:PATH")
+        if address:
+            check_address(address, flag)
     check_failpoints()
     check_shm_dir(config.shm_dir)
     if config.proposer == "draft_model":  # then the pool lies there
@@ -33,6 +33,4 @@ def _check_room(shm_dir: str) -> None:
     try:
         tempfile.TemporaryFile(dir=shm_dir).close()
     except OSError as error:
-        raise ConfigError(
-            f"--shm-dir={shm_dir!r}: no file can be made there: {error.strerror}"
-        ) from None
+        raise no_file_in(shm_dir, error) from None
